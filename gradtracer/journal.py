@@ -1,0 +1,352 @@
+"""The journal of a run: SQLite in WAL mode, written in batches, readable after any crash.
+
+Two readers' rules shape the format. Numbers that come every step are packed into blocks of steps, those of a sampled
+step into one row, so that neither size nor read time grows with the count of layers. And whatever is committed
+survives ``kill -9`` of the writer: WAL with ``synchronous=NORMAL`` loses at most what was not yet committed
+(https://www.sqlite.org/wal.html), and the recorder commits at least once a second.
+
+Numbers are float32 (steps int64, times float64), little-endian, coded as `gradtracer.signals` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from gradtracer.errors import CorruptJournal
+from gradtracer.records import Intervention, Observation, SemanticEvent, Severity
+from gradtracer.samples import LayerTable, Layout, Sample
+
+JOURNAL_NAME = "journal.sqlite"
+RUN_COLUMNS = ("loss", "grad_norm", "learning_rate", "step_time_s", "num_non_finite_grads")
+
+T = TypeVar("T")
+
+_OBSERVATION: TypeAdapter[Observation] = TypeAdapter(Observation)
+
+_SCHEMA_1 = """
+CREATE TABLE blocks (
+    first_step INTEGER NOT NULL, last_step INTEGER NOT NULL,
+    steps BLOB NOT NULL, times BLOB NOT NULL, numbers BLOB NOT NULL);
+CREATE INDEX blocks_by_step ON blocks (first_step, last_step);
+CREATE TABLE layouts (id INTEGER PRIMARY KEY, columns TEXT NOT NULL);
+CREATE TABLE tables (step INTEGER NOT NULL, layout INTEGER NOT NULL REFERENCES layouts (id), numbers BLOB NOT NULL);
+CREATE INDEX tables_by_step ON tables (step);
+CREATE TABLE events (
+    id TEXT PRIMARY KEY, seq INTEGER NOT NULL, step INTEGER NOT NULL, severity INTEGER NOT NULL,
+    layer TEXT, kind TEXT NOT NULL, document TEXT NOT NULL);
+CREATE INDEX events_by_seq ON events (seq);
+CREATE TABLE observations (seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind TEXT NOT NULL, document TEXT NOT NULL);
+CREATE TABLE interventions (id TEXT PRIMARY KEY, seq INTEGER NOT NULL, document TEXT NOT NULL);
+"""
+
+# Migrations in order: entry n brings a journal from version n to n + 1. Append, never edit.
+MIGRATIONS: tuple[str, ...] = (_SCHEMA_1,)
+VERSION = len(MIGRATIONS)
+
+
+class JournalWriter:
+    """Appends to a journal; one writer a journal, used from one thread at a time.
+
+    Nothing is visible to readers before `commit`. Errors of the disk or of SQLite come out as `sqlite3.Error` or
+    `OSError`; the recorder turns itself off on the first.
+
+    Args:
+        directory: The run directory; it must exist.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / JOURNAL_NAME
+        # Made with its mode before SQLite opens it: the -wal and -shm files inherit the mode of the database.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        migrate(self._db)
+        self._layouts: dict[Layout, int] = {}
+        self._pending: list[Sample] = []
+        self._seq: int = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]
+        self._in_transaction = False
+
+    def add_sample(self, sample: Sample) -> None:
+        """Append one step, with its layer table where it has one."""
+        self._pending.append(sample)
+        if sample.layers is not None:
+            self.add_table(sample.step, sample.layers)
+
+    def add_table(self, step: int, table: LayerTable) -> None:
+        """Append a layer table on its own (a look-back table of a step already appended)."""
+        self._begin()
+        layout_id = self._layouts.get(table.layout)
+        if layout_id is None:
+            document = json.dumps(table.layout.columns, ensure_ascii=True)
+            layout_id = self._db.execute("INSERT INTO layouts (columns) VALUES (?)", (document,)).lastrowid
+            assert layout_id is not None
+            self._layouts[table.layout] = layout_id
+        numbers = np.ascontiguousarray(table.values, dtype="<f4").tobytes()
+        self._db.execute("INSERT INTO tables VALUES (?, ?, ?)", (step, layout_id, numbers))
+
+    def put_event(self, event: SemanticEvent, *, announce: bool = True) -> None:
+        """Insert or replace an event.
+
+        Args:
+            event: Its id decides which event is replaced.
+            announce: Whether those who wait for events should be woken: true for new and escalated events, false
+                where only the last step moved.
+        """
+        self._begin()
+        if announce:
+            self._seq += 1
+        self._db.execute(
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+            "seq = CASE WHEN ? THEN excluded.seq ELSE seq END, step = excluded.step, severity = excluded.severity, "
+            "layer = excluded.layer, kind = excluded.kind, document = excluded.document",
+            (event.id, self._seq, event.step, event.severity.rank, event.layer, event.kind, event.model_dump_json(),
+             announce),
+        )  # fmt: skip
+
+    def add_observation(self, observation: Observation) -> None:
+        """Append an observation."""
+        self._begin()
+        self._db.execute(
+            "INSERT INTO observations (step, kind, document) VALUES (?, ?, ?)",
+            (observation.step, observation.kind, observation.model_dump_json()),
+        )
+
+    def put_intervention(self, intervention: Intervention) -> None:
+        """Insert or replace an intervention."""
+        self._begin()
+        self._db.execute(
+            "INSERT INTO interventions SELECT ?, COALESCE(MAX(seq), 0) + 1, ? FROM interventions WHERE true "
+            "ON CONFLICT (id) DO UPDATE SET document = excluded.document",
+            (intervention.id, intervention.model_dump_json()),
+        )
+
+    def commit(self) -> None:
+        """Make everything appended so far durable and visible."""
+        if self._pending:
+            self._begin()
+            steps = np.asarray([s.step for s in self._pending], dtype="<i8")
+            times = np.asarray([s.time_s for s in self._pending], dtype="<f8")
+            numbers = np.asarray([[getattr(s, c) for c in RUN_COLUMNS] for s in self._pending])
+            with np.errstate(over="ignore"):
+                packed = numbers.astype("<f4")
+            self._db.execute(
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?)",
+                (int(steps[0]), int(steps[-1]), steps.tobytes(), times.tobytes(), packed.tobytes()),
+            )
+            self._pending.clear()
+        if self._in_transaction:
+            self._db.execute("COMMIT")
+            self._in_transaction = False
+
+    def close(self) -> None:
+        """Commit, fold the WAL into the database and close."""
+        try:
+            self.commit()
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self._db.close()
+
+    def abandon(self) -> None:
+        """Close without a commit, after an error."""
+        self._db.close()
+
+    def _begin(self) -> None:
+        if not self._in_transaction:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._in_transaction = True
+
+
+def migrate(db: sqlite3.Connection) -> None:
+    """Bring a journal to the newest version, one migration a transaction.
+
+    Raises:
+        CorruptJournal: If it was written by a newer version of the package.
+    """
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > VERSION:
+        raise CorruptJournal(
+            f"this journal has version {version}, this package reads up to {VERSION}: upgrade gradtracer-mcp"
+        )
+    for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+        db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """Run signals by step: `steps` int64 `[n]`, `times` float64 `[n]`, `numbers` float32 `[n, len(RUN_COLUMNS)]`."""
+
+    steps: NDArray[np.int64]
+    times: NDArray[np.float64]
+    numbers: NDArray[np.float32]
+
+    def column(self, signal: str) -> NDArray[np.float32]:
+        """One run signal, `[n]`."""
+        return self.numbers[:, RUN_COLUMNS.index(signal)]
+
+
+class Journal:
+    """Reads a journal, also while it is being written, and after the writer was killed.
+
+    Args:
+        directory: The run directory.
+
+    Raises:
+        CorruptJournal: From any method, if the file is no journal, is damaged, or is of a newer version.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / JOURNAL_NAME
+        if not self.path.is_file():
+            raise CorruptJournal(f"{directory} holds no {JOURNAL_NAME}: the run has not recorded anything yet")
+        with self._errors():
+            # Not immutable and not mode=ro: after a kill the reader itself must recover the WAL, which writes -shm.
+            self._db = sqlite3.connect(f"{self.path.as_uri()}?mode=rw", uri=True, check_same_thread=False, timeout=5.0)
+            self._db.execute("PRAGMA query_only=ON")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                raise CorruptJournal(f"{self.path} is empty: the run has not recorded anything yet")
+            if version > VERSION:
+                raise CorruptJournal(
+                    f"{self.path} has version {version}, this package reads up to {VERSION}: upgrade gradtracer-mcp"
+                )
+        self._layouts: dict[int, Layout] = {}
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def steps(self, first: int = 0, last: int | None = None) -> StepColumns:
+        """Run signals of steps `first` to `last`, both included."""
+        rows = self._all(
+            "SELECT steps, times, numbers FROM blocks WHERE last_step >= ? AND first_step <= ? ORDER BY rowid",
+            (first, _upper(last)),
+        )
+        with self._errors():
+            steps = np.frombuffer(b"".join(r[0] for r in rows), dtype="<i8")
+            times = np.frombuffer(b"".join(r[1] for r in rows), dtype="<f8")
+            numbers = np.frombuffer(b"".join(r[2] for r in rows), dtype="<f4").reshape(-1, len(RUN_COLUMNS))
+            if not len(steps) == len(times) == len(numbers):
+                raise ValueError("a block's columns differ in length")
+        keep = (steps >= first) & (steps <= _upper(last))
+        return StepColumns(steps[keep], times[keep], numbers[keep])
+
+    def tables(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, LayerTable]]:
+        """Layer tables of steps `first` to `last`, in the order in which they were recorded."""
+        rows = self._all(
+            "SELECT step, layout, numbers FROM tables WHERE step BETWEEN ? AND ? ORDER BY rowid", (first, _upper(last))
+        )
+        for step, layout_id, numbers in rows:
+            with self._errors():
+                layout = self._layout(layout_id)
+                values = np.frombuffer(numbers, dtype="<f4")
+                if len(values) != len(layout.columns):
+                    raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
+            yield step, LayerTable(layout, values)
+
+    def table_steps(self) -> list[int]:
+        """Steps that have a layer table, in order of recording."""
+        return [row[0] for row in self._all("SELECT step FROM tables ORDER BY rowid")]
+
+    def events(
+        self,
+        *,
+        after_seq: int = 0,
+        first: int = 0,
+        last: int | None = None,
+        layer: str | None = None,
+        kind: str | None = None,
+        min_severity: Severity = Severity.INFO,
+        limit: int = -1,
+    ) -> list[tuple[int, SemanticEvent]]:
+        """Events with their sequence numbers, oldest announcement first.
+
+        Args:
+            after_seq: Only events announced (found or escalated) after this number; the last number of one answer
+                is the `after_seq` of the next.
+            first: Only episodes that begin at this step or later.
+            last: Only episodes that begin at this step or earlier.
+            layer: Only this layer.
+            kind: Only this detector.
+            min_severity: Only this severity or above.
+            limit: At most so many; all where negative.
+        """
+        rows = self._all(
+            "SELECT seq, document FROM events WHERE seq > ?1 AND step BETWEEN ?2 AND ?3 AND severity >= ?4 "
+            "AND (?5 IS NULL OR layer = ?5) AND (?6 IS NULL OR kind = ?6) ORDER BY seq, id LIMIT ?7",
+            (after_seq, first, _upper(last), min_severity.rank, layer, kind, limit),
+        )
+        return [(seq, self._parse(SemanticEvent.model_validate_json, document)) for seq, document in rows]
+
+    def last_seq(self) -> int:
+        """Number of the newest announcement; 0 before the first event."""
+        return self._all("SELECT COALESCE(MAX(seq), 0) FROM events")[0][0]
+
+    def count_events(self, min_severity: Severity = Severity.INFO) -> int:
+        """How many events there are."""
+        return self._all("SELECT COUNT(*) FROM events WHERE severity >= ?", (min_severity.rank,))[0][0]
+
+    def observations(self, kind: str | None = None) -> list[Observation]:
+        """Observations in order."""
+        rows = self._all("SELECT document FROM observations WHERE ?1 IS NULL OR kind = ?1 ORDER BY seq", (kind,))
+        return [self._parse(_OBSERVATION.validate_json, document) for (document,) in rows]
+
+    def interventions(self) -> list[Intervention]:
+        """Interventions in the order in which they were asked for."""
+        rows = self._all("SELECT document FROM interventions ORDER BY seq")
+        return [self._parse(Intervention.model_validate_json, document) for (document,) in rows]
+
+    def last_step(self) -> tuple[int, float, float] | None:
+        """Number, Unix time and loss of the newest step; None before the first."""
+        rows = self._all("SELECT steps, times, numbers FROM blocks ORDER BY rowid DESC LIMIT 1")
+        if not rows:
+            return None
+        steps, times, numbers = rows[0]
+        with self._errors():
+            loss = float(np.frombuffer(numbers, dtype="<f4").reshape(-1, len(RUN_COLUMNS))[-1, 0])
+            return int(np.frombuffer(steps, "<i8")[-1]), float(np.frombuffer(times, "<f8")[-1]), loss
+
+    def _layout(self, layout_id: int) -> Layout:
+        if layout_id not in self._layouts:
+            ((document,),) = self._all("SELECT columns FROM layouts WHERE id = ?", (layout_id,))
+            self._layouts[layout_id] = Layout(tuple((layer, signal) for layer, signal in json.loads(document)))
+        return self._layouts[layout_id]
+
+    def _all(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
+        with self._errors():
+            return self._db.execute(sql, parameters).fetchall()
+
+    def _parse(self, validate: Callable[[str], T], document: str) -> T:
+        with self._errors():
+            return validate(document)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.DatabaseError, ValidationError, ValueError) as error:
+            raise CorruptJournal(
+                f"{self.path} cannot be read ({type(error).__name__}: {error}). The other runs are not affected; "
+                "move the run directory away to hide it"
+            ) from error
+
+
+def _upper(last: int | None) -> int:
+    return 2**62 if last is None else last

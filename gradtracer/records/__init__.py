@@ -1,0 +1,86 @@
+"""What is stored and sent: frozen pydantic models, one subject a file."""
+
+from gradtracer.records.base import Document, Name, Record, Text, clean, clean_name, finite
+from gradtracer.records.event import Measure, SemanticEvent, Severity
+from gradtracer.records.fix import (
+    Change,
+    FixInfo,
+    Intervention,
+    InterventionState,
+    ParameterInfo,
+    ParameterScalar,
+    ParameterValue,
+    Safety,
+)
+from gradtracer.records.health import GradientHealth, GradientThresholds
+from gradtracer.records.hypothesis import CausalHypothesis, Diagnosis, Evidence, FixSuggestion, SourceLocation
+from gradtracer.records.observation import (
+    CaptureNotice,
+    LayerInfo,
+    ModelDescription,
+    NonFiniteOrigin,
+    Observation,
+    OptimizerDescription,
+    OptimizerGroup,
+)
+from gradtracer.records.report import DiagnosticReport, LayerStat, LayerStats, MetricSeries, Point
+from gradtracer.records.run import (
+    Address,
+    LayerGroupHealth,
+    RunManifest,
+    RunState,
+    RunStatus,
+    RunSummary,
+    Stall,
+    TcpAddress,
+    UnixAddress,
+)
+
+__all__ = [
+    "Address",
+    "CaptureNotice",
+    "CausalHypothesis",
+    "Change",
+    "Diagnosis",
+    "DiagnosticReport",
+    "Document",
+    "Evidence",
+    "FixInfo",
+    "FixSuggestion",
+    "GradientHealth",
+    "GradientThresholds",
+    "Intervention",
+    "InterventionState",
+    "LayerGroupHealth",
+    "LayerInfo",
+    "LayerStat",
+    "LayerStats",
+    "Measure",
+    "MetricSeries",
+    "ModelDescription",
+    "Name",
+    "NonFiniteOrigin",
+    "Observation",
+    "OptimizerDescription",
+    "OptimizerGroup",
+    "ParameterInfo",
+    "ParameterScalar",
+    "ParameterValue",
+    "Point",
+    "Record",
+    "RunManifest",
+    "RunState",
+    "RunStatus",
+    "RunSummary",
+    "Safety",
+    "SemanticEvent",
+    "Severity",
+    "SourceLocation",
+    "Stall",
+    "TcpAddress",
+    "Text",
+    "UnixAddress",
+    "clean",
+    "clean_name",
+    "finite",
+]

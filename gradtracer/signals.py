@@ -1,0 +1,54 @@
+"""The recorded signals: their names, units, meaning, and when each is read.
+
+A signal belongs to the run (one number a step) or to a layer (one number a layer at sampled steps). Journals store
+them as float32 with two reserved values: NaN means "not recorded here", infinity means "recorded, and not finite".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MISSING = float("nan")
+NON_FINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One recorded quantity."""
+
+    name: str
+    scope: Literal["run", "layer"]
+    unit: str
+    description: str
+
+
+_ALL = (
+    Signal("loss", "run", "", "The loss that backward was called on, or that tracker.step was given."),
+    Signal("grad_norm", "run", "", "Euclidean norm over all gradients, as the optimizer receives them."),
+    Signal("learning_rate", "run", "", "Learning rate of the first parameter group."),
+    Signal("step_time_s", "run", "s", "Wall time from the end of the step before to the end of this one."),
+    Signal("num_non_finite_grads", "run", "layers", "Layers whose gradient holds a NaN or an infinity."),
+    Signal("grad_norm", "layer", "", "Euclidean norm of the layer's gradient, as the optimizer receives it."),
+    Signal("grad_mean", "layer", "", "Mean over the elements of the gradient."),
+    Signal("grad_std", "layer", "", "Standard deviation over the elements of the gradient."),
+    Signal("grad_growth_rate", "layer", "1/step", "d log ||g|| / d step, least squares over the last steps."),
+    Signal("step_cosine", "layer", "", "Cosine between this gradient and that of the step before; -1 oscillates."),
+    Signal("zero_grad_fraction", "layer", "", "Share of output units whose gradient row is exactly zero."),
+    Signal("weight_norm", "layer", "", "Euclidean norm of the layer's parameters before the update."),
+    Signal("update_ratio", "layer", "", "||update|| / ||weights|| of this step."),
+    Signal("num_non_finite_grad", "layer", "elements", "Parameters' tensors whose gradient norm is not finite."),
+    Signal("num_non_finite_weight", "layer", "elements", "Non-finite elements in the layer's parameters."),
+    Signal("activation_mean", "layer", "", "Mean of the layer's output."),
+    Signal("activation_std", "layer", "", "Standard deviation of the layer's output."),
+    Signal("activation_zero_fraction", "layer", "", "Share of exact zeros in the output."),
+    Signal(
+        "dead_unit_fraction", "layer", "", "Share of units of a rectifier that are zero for every row of the batch."
+    ),
+    Signal("saturated_fraction", "layer", "", "Share of outputs of tanh or sigmoid within 1 % of a bound."),
+    Signal("effective_rank", "layer", "", "Participation ratio (tr C)^2 / tr C^2 of the output's covariance."),
+    Signal("num_non_finite_activation", "layer", "elements", "Non-finite elements in the output."),
+)
+
+RUN_SIGNALS: dict[str, Signal] = {s.name: s for s in _ALL if s.scope == "run"}
+LAYER_SIGNALS: dict[str, Signal] = {s.name: s for s in _ALL if s.scope == "layer"}
