@@ -1,0 +1,79 @@
+"""Updates that are too large for the weights and for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradtracer.detectors._running import Magnitude, largest_update
+from gradtracer.detectors.base import DETECTORS, Detector, Finding
+from gradtracer.records import Measure, Severity
+from gradtracer.samples import Sample
+
+
+@DETECTORS.register
+class UpdateRatioTooHigh(Detector):
+    """One step moves weights by a large part of themselves, farther than the gradient can vouch for.
+
+    What:
+        Steps whose update is at least a tenth of some layer's weights (`info`: usual for small or fresh weights under
+        an adaptive optimizer), and among them those that overshoot (`warning`).
+
+    Why:
+        Beyond the region in which the gradient describes the loss, a step is as likely to raise the loss as to lower
+        it. Repeated, it throws away what the weights held, kills rectifiers and diverges.
+
+    Definition:
+        ``u_l = ||update_l|| / ||w_l||`` per step, and ``P = sum_l ||g_l|| ||update_l|| / |loss|``, the relative change
+        of the loss that first order allows; neither has a unit. large: max_l u_l >= 0.1. overshooting: that and
+        P >= 4. |loss| is its exponential mean over 20 steps, at least the newest.
+
+    Thresholds:
+        0.1 is a hundred times the ratio of about 1e-3 at which training usually goes well (Karpathy, CS231n).
+        4 is the bound of stability: gradient descent on ``loss = lambda x^2 / 2`` has ``P = 2 eta lambda`` and diverges
+        exactly when ``eta lambda > 2`` (Nesterov 2004, section 1.2.3). A loss with a floor above 0 has a smaller P, so
+        the bound errs on the quiet side. P alone is not enough: a loss near 0 inflates it.
+
+    Fixes:
+        set_learning_rate to a tenth or less; rollback if the loss has already jumped; a warm-up if it is the first
+        steps that overshoot.
+
+    References:
+        Karpathy, CS231n notes, "Ratio of weights:updates". Nesterov 2004, Introductory Lectures on Convex
+        Optimization, section 1.2.3. Cohen et al. 2021, arXiv:2103.00065 (stability in neural networks).
+    """
+
+    code = "update_ratio_too_high"
+    signal = "update_ratio"
+
+    LARGE_RATIO = 0.1
+    UNSTABLE_CHANGE = 4.0
+
+    def __init__(self) -> None:
+        self._scale = Magnitude()
+
+    def assess(self, sample: Sample) -> Sequence[Finding] | None:
+        """The size of the update at a sampled step."""
+        self._scale.update(sample.loss)
+        update = largest_update(sample, self._scale)
+        if update is None:
+            return None
+        if update.ratio < self.LARGE_RATIO:
+            return ()
+        overshoots = update.predicted_change >= self.UNSTABLE_CHANGE
+        return [
+            Finding(
+                state="overshooting" if overshoots else "large",
+                severity=Severity.WARNING if overshoots else Severity.INFO,
+                confidence=0.9 if overshoots else 0.5,
+                evidence=(
+                    Measure(name="update_ratio", value=update.ratio, threshold=self.LARGE_RATIO, baseline=1e-3),
+                    Measure(
+                        name="predicted_relative_loss_change",
+                        value=update.predicted_change,
+                        threshold=self.UNSTABLE_CHANGE,
+                    ),
+                ),
+                message=f"One step moves {update.layer} by {update.ratio:.2g} of its norm; to first order it may change "
+                f"the loss by {update.predicted_change:.2g} times its value.",
+            )
+        ]
