@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -36,60 +37,6 @@ class GeometricLevel:
         return math.exp(self._sum / self._weight) if self.count else math.nan
 
 
-class Magnitude:
-    """Exponential mean of |loss|, at least the newest: what a change of the loss is measured against.
-
-    A loss that passes through zero has a small value and no small scale, hence the memory.
-    """
-
-    def __init__(self, span: float = 20.0) -> None:
-        self._alpha = 2.0 / (span + 1.0)
-        self._sum = 0.0
-        self._weight = 0.0
-        self._last = 0.0
-
-    def update(self, loss: float) -> None:
-        """Take in a loss; what is not finite is left out."""
-        if math.isfinite(loss):
-            self._last = abs(loss)
-            self._sum += self._alpha * (self._last - self._sum)
-            self._weight += self._alpha * (1.0 - self._weight)
-
-    @property
-    def value(self) -> float:
-        """The scale; 0 before the first loss."""
-        return max(self._last, self._sum / self._weight) if self._weight else 0.0
-
-
-@dataclass(frozen=True)
-class StepSize:
-    """How large an update was, in terms that no rescaling of loss or weights changes."""
-
-    ratio: float
-    """Largest ||update|| / ||weights|| over the layers."""
-    layer: str
-    """Layer of that ratio."""
-    predicted_change: float
-    """sum_l ||g_l|| ||update_l|| / |loss|: the relative change of the loss that the gradient allows this update."""
-
-
-def step_size(table: LayerTable, loss_scale: float) -> StepSize | None:
-    """The update of a sampled step; None where no layer's update is known.
-
-    Args:
-        table: Layers of the step.
-        loss_scale: `Magnitude` of the loss; where it is 0 the predicted change is 0.
-    """
-    ratios = {n: u for n, u in table.signal("update_ratio").items() if math.isfinite(u)}
-    if not ratios:
-        return None
-    norms, gradients = table.signal("weight_norm"), table.signal("grad_norm")
-    work = sum(gradients.get(n, 0.0) * u * norms.get(n, 0.0) for n, u in ratios.items())
-    layer = max(ratios, key=ratios.__getitem__)
-    change = work / loss_scale if loss_scale > 0 and math.isfinite(work) else 0.0
-    return StepSize(ratios[layer], layer, change)
-
-
 class LossHistory:
     """First, best and present level of the loss.
 
@@ -118,15 +65,86 @@ class LossHistory:
         ordered = sorted(self._last)
         return ordered[len(ordered) // 2]
 
+    @property
+    def gained(self) -> float:
+        """Way from the first level to the best; 0 where there is none."""
+        return max(0.0, self.first - self.best) if self.count >= 5 else 0.0
+
     def lost_progress(self, level: float) -> float:
         """Share of the way from the first level down to the best that is undone at this level.
 
         Infinite where the loss rose without having ever fallen.
         """
-        gained, lost = self.first - self.best, level - self.best
-        if gained > 0:
-            return lost / gained
+        lost = level - self.best
+        if self.gained > 0:
+            return lost / self.gained
         return math.inf if lost > 0 else 0.0
+
+
+class LossScale:
+    """What a change of the loss is measured against: its size, but at least a tenth of what the run has gained.
+
+    The size is the exponential mean of |loss| over 20 steps, at least the newest: a loss that passes through zero has
+    a small value and no small scale. The floor is for runs that have fitted their data: where the loss went from 2 to
+    1e-6, a jump to 1e-3 is a large ratio and costs nothing.
+    """
+
+    SPAN = 20.0
+    OF_GAIN = 0.1
+
+    def __init__(self) -> None:
+        self._alpha = 2.0 / (self.SPAN + 1.0)
+        self._sum = 0.0
+        self._weight = 0.0
+        self._last = 0.0
+        self._history = LossHistory()
+
+    def update(self, loss: float) -> None:
+        """Take in a loss; what is not finite is left out."""
+        if math.isfinite(loss):
+            self._last = abs(loss)
+            self._sum += self._alpha * (self._last - self._sum)
+            self._weight += self._alpha * (1.0 - self._weight)
+            self._history.update(loss)
+
+    @property
+    def floor(self) -> float:
+        """A tenth of the way from the first level of the loss to its best."""
+        return self.OF_GAIN * self._history.gained
+
+    @property
+    def value(self) -> float:
+        """The scale; 0 before the first loss."""
+        return max(self._last, self._sum / self._weight, self.floor) if self._weight else 0.0
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """How large an update was, in terms that no rescaling of loss or weights changes."""
+
+    ratio: float
+    """Largest ||update|| / ||weights|| over the layers."""
+    layer: str
+    """Layer of that ratio."""
+    predicted_change: float
+    """sum_l ||g_l|| ||update_l|| / |loss|: the relative change of the loss that the gradient allows this update."""
+
+
+def step_size(table: LayerTable, loss_scale: float) -> StepSize | None:
+    """The update of a sampled step; None where no layer's update is known.
+
+    Args:
+        table: Layers of the step.
+        loss_scale: `LossScale` of the run; where it is 0 the predicted change is 0.
+    """
+    ratios = {n: u for n, u in table.signal("update_ratio").items() if math.isfinite(u)}
+    if not ratios:
+        return None
+    norms, gradients = table.signal("weight_norm"), table.signal("grad_norm")
+    work = sum(gradients.get(n, 0.0) * u * norms.get(n, 0.0) for n, u in ratios.items())
+    layer = max(ratios, key=ratios.__getitem__)
+    change = work / loss_scale if loss_scale > 0 and math.isfinite(work) else 0.0
+    return StepSize(ratios[layer], layer, change)
 
 
 @dataclass
@@ -175,7 +193,7 @@ class SustainedRise:
         A loss that climbs smoothly clears it by no more than one of its own steps; a sudden one by far more.
         """
         window = list(self.before)
-        largest = max(abs(b - a) for a, b in zip(window, window[1:], strict=False))
+        largest = max(abs(b - a) for a, b in itertools.pairwise(window))
         clearance = min(rise.values[: self._num_after]) - self._ceiling
         return clearance / largest if largest > 0 else math.inf
 
@@ -184,6 +202,6 @@ class SustainedRise:
         self._ceiling = max(self.before)
 
 
-def largest_update(sample: Sample, scale: Magnitude) -> StepSize | None:
+def largest_update(sample: Sample, scale: LossScale) -> StepSize | None:
     """`step_size` of a sample, None at unsampled steps."""
     return step_size(sample.layers, scale.value) if sample.layers is not None else None

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from gradtracer.detectors._running import GeometricLevel, Magnitude, largest_update
+from gradtracer.detectors._running import GeometricLevel, LossScale, largest_update
 from gradtracer.detectors.base import DETECTORS, Detector, Finding
 from gradtracer.records import Measure, Severity
 from gradtracer.samples import Sample
@@ -23,7 +23,8 @@ class Divergence(Detector):
         It seldom comes back: the larger loss gives a larger gradient and that a larger step, up to NaN.
 
     Definition:
-        ``loss >= 10 max |loss|`` over the 10 steps before the rise (no unit), for two steps in a row, while within the
+        ``loss >= 10 max |loss|`` over the 10 steps before the rise, and at least ten times a tenth of all that the loss
+        has gained since the start (no unit), for two steps in a row, while within the
         last 10 steps an update had ``u = max_l ||update_l|| / ||w_l|| >= 0.1`` and
         ``P = sum_l ||g_l|| ||update_l|| / |loss| >= 4`` (see update_ratio_too_high), or the gradient norm was 100 times
         its geometric mean. `critical` from a factor of 1000 on. It lasts until the loss is back below the bound.
@@ -53,7 +54,7 @@ class Divergence(Detector):
     GRADIENT_GROWTH = 100.0
 
     def __init__(self) -> None:
-        self._scale = Magnitude()
+        self._scale = LossScale()
         self._gradient = GeometricLevel(20)
         self._before: deque[float] = deque(maxlen=self.WINDOW)
         self._usual = math.nan
@@ -69,7 +70,7 @@ class Divergence(Detector):
         if not math.isfinite(loss):
             return None
         if math.isnan(self._usual):
-            usual = max(self._before, default=math.inf)
+            usual = max(max(self._before, default=math.inf), self._scale.floor)
             if usual > 0 and loss >= self.FACTOR * usual:
                 self._usual = usual
         if math.isnan(self._usual):

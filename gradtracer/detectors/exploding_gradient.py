@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gradtracer.detectors._depth import on_the_path
-from gradtracer.detectors._running import GeometricLevel, Magnitude, SustainedRise
+from gradtracer.detectors._running import GeometricLevel, LossScale, SustainedRise
 from gradtracer.detectors.base import DETECTORS, Detector, Finding
 from gradtracer.records import GradientThresholds, Measure, ModelDescription, Observation, Severity
 from gradtracer.samples import LayerTable, Sample
@@ -17,8 +17,8 @@ class ExplodingGradient(Detector):
     """The gradient is out of proportion to weights and loss, or grows a hundredfold and takes the loss with it.
 
     What:
-        Layers (recurrent ones above all) whose gradient makes the loss hypersensitive to their weights, and jumps of the
-        whole gradient that wreck the run.
+        Layers (recurrent ones above all) whose gradient makes the loss hypersensitive to their weights, and jumps of
+        the whole gradient that wreck the run.
 
     Why:
         One such step throws the weights far away; what follows is a loss that jumps, or NaN.
@@ -34,12 +34,12 @@ class ExplodingGradient(Detector):
         10 steps the loss or a gradient is not finite (`critical`), or the loss rises above all of its last 32 values
         and stays there for 6 steps (`warning`).
         Embeddings and normalisations are left out of (1) and (2). |loss| is its exponential mean over 20 steps, at
-        least the newest.
+        least the newest and at least a tenth of what the loss has gained since the start.
 
     Thresholds:
-        A function that is homogeneous of degree k in a layer's weights has an elasticity of k (Euler), so a feed-forward
-        layer has about 1 and a recurrent one at most its number of time steps; 100 is beyond what either needs. 4 is the
-        bound of stability of a quadratic, see update_ratio_too_high. 1e3 is `GradientThresholds.exploding`; it is
+        A function that is homogeneous of degree k in a layer's weights has an elasticity of k (Euler), so a
+        feed-forward layer has about 1 and a recurrent one at most its number of time steps; 100 is beyond what either
+        needs. 4 is the bound of stability of a quadratic, see update_ratio_too_high. 1e3, `GradientThresholds`, is
         absolute, so it never decides alone. 100 in (3): mini-batch gradient norms are heavy-tailed, and even there a
         factor of 10 is usual and harmless, hence also the effect on the loss, whose chance without a cause is
         1 / C(38, 6) = 4e-7.
@@ -66,7 +66,7 @@ class ExplodingGradient(Detector):
     def __init__(self, thresholds: GradientThresholds | None = None) -> None:
         self._large = (thresholds or GradientThresholds()).exploding
         self._types: dict[str, str] = {}
-        self._scale = Magnitude()
+        self._scale = LossScale()
         self._level = GeometricLevel(20)
         self._rise = SustainedRise()
         self._streaks: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradtracer.detectors._running import Magnitude, largest_update
+from gradtracer.detectors._running import LossScale, largest_update
 from gradtracer.detectors.base import DETECTORS, Detector, Finding
 from gradtracer.records import Measure, Severity
 from gradtracer.samples import Sample
@@ -25,7 +25,8 @@ class UpdateRatioTooHigh(Detector):
     Definition:
         ``u_l = ||update_l|| / ||w_l||`` per step, and ``P = sum_l ||g_l|| ||update_l|| / |loss|``, the relative change
         of the loss that first order allows; neither has a unit. large: max_l u_l >= 0.1. overshooting: that and
-        P >= 4. |loss| is its exponential mean over 20 steps, at least the newest.
+        P >= 4. |loss| is its exponential mean over 20 steps, at least the newest and at least a tenth of what the loss
+        has gained since the start.
 
     Thresholds:
         0.1 is a hundred times the ratio of about 1e-3 at which training usually goes well (Karpathy, CS231n).
@@ -49,7 +50,7 @@ class UpdateRatioTooHigh(Detector):
     UNSTABLE_CHANGE = 4.0
 
     def __init__(self) -> None:
-        self._scale = Magnitude()
+        self._scale = LossScale()
 
     def assess(self, sample: Sample) -> Sequence[Finding] | None:
         """The size of the update at a sampled step."""
@@ -73,7 +74,7 @@ class UpdateRatioTooHigh(Detector):
                         threshold=self.UNSTABLE_CHANGE,
                     ),
                 ),
-                message=f"One step moves {update.layer} by {update.ratio:.2g} of its norm; to first order it may change "
-                f"the loss by {update.predicted_change:.2g} times its value.",
+                message=f"One step moves {update.layer} by {update.ratio:.2g} of its norm; to first order it may "
+                f"change the loss by {update.predicted_change:.2g} times its value.",
             )
         ]

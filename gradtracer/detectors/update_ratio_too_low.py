@@ -26,9 +26,9 @@ class UpdateRatioTooLow(Detector):
 
     Definition:
         ``u = max_l ||update_l|| / ||w_l||`` per step, no unit. All must hold: u <= 1e-5 at every sampled step since the
-        start; at least 50 steps; the learning rate is not rising (that is a warm-up); the gradient norm is at least half
-        of what it was in the first steps (a run that has converged has lost its gradient); the loss of the last 20
-        steps is not below that of the first 20 (rank sum z > -3), or by less than 0.1 % of it.
+        start; at least 50 steps; the learning rate is not rising (that is a warm-up); the gradient norm is at least
+        half of what it was in the first steps (a run that has converged has lost its gradient); the loss of the last
+        20 steps is not below that of the first 20 (rank sum z > -3), or by less than 0.1 % of it.
 
     Thresholds:
         1e-5 is a hundredth of the usual 1e-3 (Karpathy, CS231n): a hundred thousand steps in one direction to move the
