@@ -40,7 +40,8 @@ class GeometricLevel:
 class LossHistory:
     """First, best and present level of the loss.
 
-    Levels are medians of five losses, so that a single odd batch is none.
+    Levels are medians of five losses, so that a single odd batch is none. The first is the very first loss: five steps
+    of a fast optimizer may have learned half of the task, or ruined the weights.
     """
 
     def __init__(self) -> None:
@@ -51,13 +52,12 @@ class LossHistory:
 
     def update(self, loss: float) -> None:
         """Take in a finite loss."""
+        if self.count == 0:
+            self.first = loss
         self._last.append(loss)
         self.count += 1
         if self.count >= 5:
-            level = self.level
-            if self.count == 5:
-                self.first = level
-            self.best = min(self.best, level)
+            self.best = min(self.best, self.level)
 
     @property
     def level(self) -> float:

@@ -26,12 +26,12 @@ class Divergence(Detector):
         ``loss >= 10 max |loss|`` over the 10 steps before the rise, and at least ten times a tenth of all that the loss
         has gained since the start (no unit), for two steps in a row, while within the
         last 10 steps an update had ``u = max_l ||update_l|| / ||w_l|| >= 0.1`` and
-        ``P = sum_l ||g_l|| ||update_l|| / |loss| >= 4`` (see update_ratio_too_high), or the gradient norm was 100 times
+        ``P = sum_l ||g_l|| ||update_l|| / |loss| >= 8`` (see update_ratio_too_high), or the gradient norm was 100 times
         its geometric mean. `critical` from a factor of 1000 on. It lasts until the loss is back below the bound.
 
     Thresholds:
         Losses of small batches vary by more than a factor of 10 in healthy runs, so the factor never decides alone:
-        the second condition is the mechanism, with thresholds from the stability bound of a quadratic. 1000: beyond
+        the second condition is the mechanism, with the thresholds of update_ratio_too_high. 1000: beyond
         the range of any loss that fluctuates about a level.
 
     Fixes:
@@ -39,7 +39,7 @@ class Divergence(Detector):
         exploded first.
 
     References:
-        Nesterov 2004, section 1.2.3. Goodfellow, Bengio, Courville 2016, Deep Learning, section 8.2.4.
+        Lewkowycz et al. 2020, arXiv:2003.02218. Goodfellow, Bengio, Courville 2016, Deep Learning, section 8.2.4.
     """
 
     code = "divergence"
@@ -50,7 +50,7 @@ class Divergence(Detector):
     RUNAWAY = 1000.0
     WINDOW = 10
     LARGE_RATIO = 0.1
-    UNSTABLE_CHANGE = 4.0
+    UNSTABLE_CHANGE = 8.0
     GRADIENT_GROWTH = 100.0
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class ExplodingGradient(Detector):
         Elasticity ``E_l = ||g_l|| ||w_l|| / |loss|``: by how many percent the loss may change when the layer's weights
         change by one percent; and the change that this step allows, ``P_l = ||g_l|| ||update_l|| / |loss|``. No units.
         A layer explodes where
-        (1) E_l >= 100 and P_l >= 4, or
+        (1) E_l >= 100 and P_l >= 8, or
         (2) E_l >= 100 and ||g_l|| > 1e3 at three sampled steps in a row;
         the run explodes where
         (3) the norm of the whole gradient is at least 100 times its geometric mean over the last 20 steps, and within
@@ -39,7 +39,7 @@ class ExplodingGradient(Detector):
     Thresholds:
         A function that is homogeneous of degree k in a layer's weights has an elasticity of k (Euler), so a
         feed-forward layer has about 1 and a recurrent one at most its number of time steps; 100 is beyond what either
-        needs. 4 is the bound of stability of a quadratic, see update_ratio_too_high. 1e3, `GradientThresholds`, is
+        needs. 8 is where a network diverges, see update_ratio_too_high. 1e3, `GradientThresholds`, is
         absolute, so it never decides alone. 100 in (3): mini-batch gradient norms are heavy-tailed, and even there a
         factor of 10 is usual and harmless, hence also the effect on the loss, whose chance without a cause is
         1 / C(38, 6) = 4e-7.
@@ -57,7 +57,7 @@ class ExplodingGradient(Detector):
     signal = "grad_norm"
 
     HYPERSENSITIVE = 100.0
-    UNSTABLE_CHANGE = 4.0
+    UNSTABLE_CHANGE = 8.0
     GROWTH = 100.0
     AFTERMATH_STEPS = 10
     MIN_BASELINE = 10

@@ -25,29 +25,31 @@ class UpdateRatioTooHigh(Detector):
     Definition:
         ``u_l = ||update_l|| / ||w_l||`` per step, and ``P = sum_l ||g_l|| ||update_l|| / |loss|``, the relative change
         of the loss that first order allows; neither has a unit. large: max_l u_l >= 0.1. overshooting: that and
-        P >= 4. |loss| is its exponential mean over 20 steps, at least the newest and at least a tenth of what the loss
+        P >= 8. |loss| is its exponential mean over 20 steps, at least the newest and at least a tenth of what the loss
         has gained since the start.
 
     Thresholds:
         0.1 is a hundred times the ratio of about 1e-3 at which training usually goes well (Karpathy, CS231n).
-        4 is the bound of stability: gradient descent on ``loss = lambda x^2 / 2`` has ``P = 2 eta lambda`` and diverges
-        exactly when ``eta lambda > 2`` (Nesterov 2004, section 1.2.3). A loss with a floor above 0 has a smaller P, so
-        the bound errs on the quiet side. P alone is not enough: a loss near 0 inflates it.
+        8 is where a network diverges: gradient descent on ``loss = lambda x^2 / 2`` has ``P = 2 eta lambda``. Beyond
+        ``eta lambda = 2`` a quadratic diverges, but a network is first thrown to a flatter place, in healthy training
+        too (Cohen et al. 2021); from ``eta lambda = 4`` on it is lost (Lewkowycz et al. 2020, section 2). A loss with a
+        floor above 0 has a smaller P, so the bound errs on the quiet side. P alone is not enough: a loss near 0
+        inflates it.
 
     Fixes:
         set_learning_rate to a tenth or less; rollback if the loss has already jumped; a warm-up if it is the first
         steps that overshoot.
 
     References:
-        Karpathy, CS231n notes, "Ratio of weights:updates". Nesterov 2004, Introductory Lectures on Convex
-        Optimization, section 1.2.3. Cohen et al. 2021, arXiv:2103.00065 (stability in neural networks).
+        Karpathy, CS231n notes, "Ratio of weights:updates". Lewkowycz, Bahri, Dyer, Sohl-Dickstein, Gur-Ari 2020,
+        arXiv:2003.02218. Cohen, Kaur, Li, Kolter, Talwalkar 2021, arXiv:2103.00065.
     """
 
     code = "update_ratio_too_high"
     signal = "update_ratio"
 
     LARGE_RATIO = 0.1
-    UNSTABLE_CHANGE = 4.0
+    UNSTABLE_CHANGE = 8.0
 
     def __init__(self) -> None:
         self._scale = LossScale()
