@@ -1,6 +1,6 @@
 """What is stored and sent: frozen pydantic models, one subject a file."""
 
-from gradtracer.records.base import Document, Name, Record, Text, clean, clean_name, finite
+from gradtracer.records.base import Document, LongText, Name, Record, Text, clean, clean_name, finite
 from gradtracer.records.event import Measure, SemanticEvent, Severity
 from gradtracer.records.fix import (
     Change,
@@ -55,6 +55,7 @@ __all__ = [
     "LayerInfo",
     "LayerStat",
     "LayerStats",
+    "LongText",
     "Measure",
     "MetricSeries",
     "ModelDescription",

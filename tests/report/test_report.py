@@ -356,7 +356,7 @@ def test_the_terminal_shows_the_gravest_events_in_order_of_time(report: Diagnost
         EVENT.model_copy(update={"id": f"m{i}", "step": i, "severity": Severity.INFO, "message": f"mild {i}."})
         for i in range(20)
     )
-    text = to_text(report.model_copy(update={"events": (*mild, EVENT)}))
+    text = " ".join(to_text(report.model_copy(update={"events": (*mild, EVENT)})).split())
     assert text.index("mild 0.") < text.index("mild 6.") < text.index("40 times its baseline")
     assert "mild 7." not in text
     assert "and 13 more events" in text
