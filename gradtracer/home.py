@@ -129,9 +129,16 @@ def manifest_state(manifest: RunManifest) -> RunState:
 
 def list_run_directories(home: Path) -> list[Path]:
     """Folders of all runs, trusted or not, newest first by their manifest's time of change."""
-    runs = home / "runs"
     try:
-        found = [d for d in runs.iterdir() if _RUN_ID.fullmatch(d.name) and (d / MANIFEST_NAME).exists()]
+        directories = [d for d in (home / "runs").iterdir() if _RUN_ID.fullmatch(d.name)]
     except FileNotFoundError:
         return []
-    return sorted(found, key=lambda d: ((d / MANIFEST_NAME).lstat().st_mtime, d.name), reverse=True)
+    found: list[tuple[float, Path]] = []
+    for directory in directories:
+        try:
+            found.append(((directory / MANIFEST_NAME).lstat().st_mtime, directory))
+        except PermissionError:
+            found.append((0.0, directory))  # someone else's: named, so that read_manifest can say why it is not read
+        except OSError:
+            continue  # not a run, or removed meanwhile
+    return [directory for _, directory in sorted(found, key=lambda f: (f[0], f[1].name), reverse=True)]

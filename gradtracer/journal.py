@@ -213,14 +213,18 @@ class Journal:
         with self._errors():
             # Not immutable and not mode=ro: after a kill the reader itself must recover the WAL, which writes -shm.
             self._db = sqlite3.connect(f"{self.path.as_uri()}?mode=rw", uri=True, check_same_thread=False, timeout=5.0)
-            self._db.execute("PRAGMA query_only=ON")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                raise CorruptJournal(f"{self.path} is empty: the run has not recorded anything yet")
-            if version > VERSION:
-                raise CorruptJournal(
-                    f"{self.path} has version {version}, this package reads up to {VERSION}: upgrade gradtracer-mcp"
-                )
+            try:
+                self._db.execute("PRAGMA query_only=ON")
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if version == 0:
+                    raise CorruptJournal(f"{self.path} is empty: the run has not recorded anything yet")
+                if version > VERSION:
+                    raise CorruptJournal(
+                        f"{self.path} has version {version}, this package reads up to {VERSION}: upgrade gradtracer-mcp"
+                    )
+            except BaseException:
+                self._db.close()
+                raise
         self._layouts: dict[int, Layout] = {}
 
     def close(self) -> None:
@@ -254,12 +258,22 @@ class Journal:
             "SELECT step, layout, numbers FROM tables WHERE step BETWEEN ? AND ? ORDER BY rowid", (first, _upper(last))
         )
         for step, layout_id, numbers in rows:
-            with self._errors():
-                layout = self._layout(layout_id)
-                values = np.frombuffer(numbers, dtype="<f4")
-                if len(values) != len(layout.columns):
-                    raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
-            yield step, LayerTable(layout, values)
+            yield step, self._table(step, layout_id, numbers)
+
+    def full_table(self, at_or_before: int | None = None) -> tuple[int, LayerTable] | None:
+        """The newest layer table at or before a step (the newest of all by default) that is no look-back table.
+
+        Look-back tables hold one signal a layer; a full one holds most of the numbers of the widest.
+        """
+        rows = self._all(
+            "SELECT step, layout, numbers FROM tables WHERE step <= ? "
+            "AND 2 * length(numbers) > (SELECT MAX(length(numbers)) FROM tables) ORDER BY step DESC, rowid DESC LIMIT 1",
+            (_upper(at_or_before),),
+        )
+        if not rows:
+            return None
+        step, layout_id, numbers = rows[0]
+        return step, self._table(step, layout_id, numbers)
 
     def table_steps(self) -> list[int]:
         """Steps that have a layer table, in order of recording."""
@@ -322,6 +336,14 @@ class Journal:
         with self._errors():
             loss = float(np.frombuffer(numbers, dtype="<f4").reshape(-1, len(RUN_COLUMNS))[-1, 0])
             return int(np.frombuffer(steps, "<i8")[-1]), float(np.frombuffer(times, "<f8")[-1]), loss
+
+    def _table(self, step: int, layout_id: int, numbers: bytes) -> LayerTable:
+        with self._errors():
+            layout = self._layout(layout_id)
+            values = np.frombuffer(numbers, dtype="<f4")
+            if len(values) != len(layout.columns):
+                raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
+            return LayerTable(layout, values)
 
     def _layout(self, layout_id: int) -> Layout:
         if layout_id not in self._layouts:

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 NAME_LENGTH = 256
 TEXT_LENGTH = 4_000
@@ -54,3 +54,12 @@ class Document(Record):
     """A record that is published on its own, with the version of its schema."""
 
     schema_version: Literal["1"] = "1"
+
+
+class Answer(Document):
+    """A document that answers a question: it may have been shortened, and it says what to ask next."""
+
+    next_steps: tuple[Text, ...] = Field(default=(), description="What to ask or do next.")
+    left_out: tuple[Text, ...] = Field(
+        default=(), description="What was left out to keep the answer short, and how to get it."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gradtracer.records.base import Document, Name, Record, Text
+from gradtracer.records.base import Answer, Name, Record, Text
 from gradtracer.records.event import Measure
 from gradtracer.records.fix import ParameterValue
 
@@ -59,7 +59,7 @@ class CausalHypothesis(Record):
     )
 
 
-class Diagnosis(Document):
+class Diagnosis(Answer):
     """The ranked answer to: why does this run fail?"""
 
     run_id: Name
