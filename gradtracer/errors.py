@@ -10,6 +10,7 @@
     │   ├── UnknownFix
     │   ├── BadParameter
     │   ├── UnknownIntervention
+    │   ├── InvalidDocument
     │   └── TrackerInUse
     ├── RunUnavailable                  the run exists, but cannot do this now
     │   ├── RunNotLive
@@ -55,6 +56,10 @@ class BadParameter(UsageError):
 
 class UnknownIntervention(UsageError):
     """The run has no intervention of this id."""
+
+
+class InvalidDocument(UsageError):
+    """A file is no document of ours: malformed, incomplete, or of another schema."""
 
 
 class TrackerInUse(UsageError):

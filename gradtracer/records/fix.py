@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gradtracer.records.base import Document, Name, Record, Text
 
-ParameterScalar = bool | int | float | str | None
+ParameterScalar = bool | int | float | Text | None
 
 
 class ParameterValue(Record):
@@ -77,6 +77,7 @@ class InterventionState(str, Enum):
 class Intervention(Document):
     """A fix asked for: by whom, why, what it changed and how it ended."""
 
+    kind: Literal["intervention"] = "intervention"
     id: Name
     run_id: Name
     fix: Name = Field(

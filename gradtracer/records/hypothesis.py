@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from gradtracer.records.base import Answer, Name, Record, Text
@@ -62,6 +64,7 @@ class CausalHypothesis(Record):
 class Diagnosis(Answer):
     """The ranked answer to: why does this run fail?"""
 
+    kind: Literal["diagnosis"] = "diagnosis"
     run_id: Name
     step: int = Field(ge=0, description="Last recorded step when the diagnosis was made.")
     summary: Text = Field(description="The answer in one or two sentences.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from gradtracer.records.base import Document, Name, Record, Text
@@ -48,6 +50,7 @@ class LayerStats(Record):
 class DiagnosticReport(Document):
     """A run from start to now: how it went, what happened, why, and what was done about it."""
 
+    kind: Literal["diagnostic_report"] = "diagnostic_report"
     run_id: Name
     name: Name
     state: RunState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -42,6 +42,9 @@ Address = Annotated[UnixAddress | TcpAddress, Field(discriminator="transport")]
 class RunManifest(Document):
     """`run.json`: what a reader needs before it opens the journal. It holds the token, so it stays on the machine."""
 
+    published: ClassVar[bool] = False
+
+    kind: Literal["run_manifest"] = "run_manifest"
     run_id: Name
     name: Name
     pid: int = Field(ge=1)
@@ -89,6 +92,7 @@ class Stall(Record):
 class RunStatus(Answer):
     """How a run stands now."""
 
+    kind: Literal["run_status"] = "run_status"
     run_id: Name
     name: Name
     state: RunState
