@@ -267,7 +267,8 @@ class Journal:
         """
         rows = self._all(
             "SELECT step, layout, numbers FROM tables WHERE step <= ? "
-            "AND 2 * length(numbers) > (SELECT MAX(length(numbers)) FROM tables) ORDER BY step DESC, rowid DESC LIMIT 1",
+            "AND 2 * length(numbers) > (SELECT MAX(length(numbers)) FROM tables) "
+            "ORDER BY step DESC, rowid DESC LIMIT 1",
             (_upper(at_or_before),),
         )
         if not rows:

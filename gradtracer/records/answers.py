@@ -24,6 +24,7 @@ class RunNotice(Record):
 class RunList(Answer):
     """The runs of a home, newest first."""
 
+    kind: Literal["run_list"] = "run_list"
     home: Text = Field(description="The folder that was looked in.")
     runs: tuple[RunSummary, ...]
     total: int = Field(ge=0, description="Run directories in this home, those not shown included.")
@@ -33,6 +34,7 @@ class RunList(Answer):
 class EventPage(Answer):
     """Events of a run, in the order in which they were announced."""
 
+    kind: Literal["event_page"] = "event_page"
     run_id: Name
     events: tuple[SemanticEvent, ...]
     cursor: int = Field(ge=0, description="Pass it as `cursor` to get only what comes after this page.")
@@ -43,6 +45,7 @@ class EventPage(Answer):
 class MetricsAnswer(Answer):
     """Recorded signals over steps."""
 
+    kind: Literal["metrics_answer"] = "metrics_answer"
     run_id: Name
     series: tuple[MetricSeries, ...]
 
@@ -50,6 +53,7 @@ class MetricsAnswer(Answer):
 class LayerStatsAnswer(Answer):
     """All signals of the layers at one sampled step, in forward order where that is known."""
 
+    kind: Literal["layer_stats_answer"] = "layer_stats_answer"
     run_id: Name
     step: int = Field(ge=0, description="The sampled step at or before the one asked for.")
     layers: tuple[LayerStats, ...]
@@ -66,6 +70,7 @@ class RankedSuggestion(Record):
 class FixList(Answer):
     """Fixes, and which of them the diagnosis of a run suggests."""
 
+    kind: Literal["fix_list"] = "fix_list"
     run_id: Name | None = None
     cause: Name | None = None
     fixes: tuple[FixInfo, ...]
@@ -77,6 +82,7 @@ class FixList(Answer):
 class WaitAnswer(Answer):
     """What came while waiting, and how the run stands now."""
 
+    kind: Literal["wait_answer"] = "wait_answer"
     run_id: Name
     events: tuple[SemanticEvent, ...] = Field(description="Events newer than the cursor; empty after a timeout.")
     cursor: int = Field(ge=0, description="Pass it to the next call.")
@@ -90,6 +96,7 @@ class WaitAnswer(Answer):
 class ReportAnswer(Answer):
     """A report as text."""
 
+    kind: Literal["report_answer"] = "report_answer"
     run_id: Name
     format: Literal["json", "xml", "markdown"]
     text: str = Field(description="The whole report in that format.")
