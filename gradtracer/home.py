@@ -11,6 +11,7 @@ import re
 import secrets
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -58,12 +59,13 @@ def new_run_directory(home: Path, name: str) -> tuple[str, Path]:
         The run id and its folder, mode 0700.
     """
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "run"
-    run_id = f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     runs = home / "runs"
     runs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    directory = runs / run_id
-    directory.mkdir(mode=0o700)
-    return run_id, directory
+    while True:
+        run_id = f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with suppress(FileExistsError):  # A sweep starts many runs of one name in the same second.
+            (runs / run_id).mkdir(mode=0o700)
+            return run_id, runs / run_id
 
 
 def write_manifest(directory: Path, manifest: RunManifest) -> None:
@@ -102,6 +104,8 @@ def read_manifest(directory: Path) -> RunManifest:
                 )
     try:
         return RunManifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UntrustedRunDirectory(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise UntrustedRunDirectory(
@@ -116,7 +120,7 @@ def process_alive(manifest: RunManifest) -> bool:
         # time in which a system reuses a pid.
         process = psutil.Process(manifest.pid)
         return abs(process.create_time() - manifest.pid_created_s) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, OverflowError):
         return False
 
 
@@ -129,16 +133,18 @@ def manifest_state(manifest: RunManifest) -> RunState:
 
 def list_run_directories(home: Path) -> list[Path]:
     """Folders of all runs, trusted or not, newest first by their manifest's time of change."""
+    found: list[tuple[float, str, Path]] = []
     try:
-        directories = [d for d in (home / "runs").iterdir() if _RUN_ID.fullmatch(d.name)]
-    except FileNotFoundError:
+        entries = list((home / "runs").iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found: list[tuple[float, Path]] = []
-    for directory in directories:
-        try:
-            found.append(((directory / MANIFEST_NAME).lstat().st_mtime, directory))
-        except PermissionError:
-            found.append((0.0, directory))  # someone else's: named, so that read_manifest can say why it is not read
-        except OSError:
-            continue  # not a run, or removed meanwhile
-    return [directory for _, directory in sorted(found, key=lambda f: (f[0], f[1].name), reverse=True)]
+    for directory in entries:
+        if _RUN_ID.fullmatch(directory.name):
+            try:
+                changed_s = (directory / MANIFEST_NAME).lstat().st_mtime
+            except PermissionError:
+                changed_s = 0.0  # closed to us: last, for `read_manifest` to say why it is not read
+            except OSError:
+                continue  # no manifest yet, or removed in this moment
+            found.append((changed_s, directory.name, directory))
+    return [directory for _, _, directory in sorted(found, reverse=True)]

@@ -22,15 +22,15 @@ from gradtracer.records import (
     RunStatus,
     finite,
 )
+from gradtracer.report import NO_GRADIENT
 from gradtracer.samples import LayerTable
 from gradtracer.series import reduce_keeping_extremes
 from gradtracer.signals import LAYER_SIGNALS, RUN_SIGNALS
 
-_NO_GRADIENT = "no_gradient"
 _WORST_FIRST = (
     *(s.value for s in (GradientHealth.NON_FINITE, GradientHealth.EXPLODING, GradientHealth.VANISHING)),
     *(s.value for s in (GradientHealth.SATURATED, GradientHealth.HEALTHY)),
-    _NO_GRADIENT,
+    NO_GRADIENT,
 )
 
 
@@ -54,7 +54,7 @@ def with_recorded(status: RunStatus, journal: Journal) -> RunStatus:
             "learning_rates": (number(rate),) if np.isfinite(rate) else (),
             "steps_per_s": number(1 / np.median(times)) if len(times) else None,
         }
-    if found := journal.full_table():
+    if found := journal.newest_table():
         groups: dict[str, list[str]] = {}
         for layer in found[1].layers:
             groups.setdefault(health_of(found[1].get(layer, "grad_norm")), []).append(layer)
@@ -130,7 +130,7 @@ def model_layers(journal: Journal) -> Sequence[LayerInfo]:
 def recorded_layers(journal: Journal) -> tuple[str, ...]:
     """All layers that have a table, in forward order where that is known; before the first table, all of the model."""
     known = [layer.name for layer in model_layers(journal)]
-    found = journal.full_table()
+    found = journal.newest_table()
     if found is None:
         return tuple(known)
     in_table = found[1].layers
@@ -156,7 +156,7 @@ def check_layers(journal: Journal, layers: Iterable[str]) -> tuple[str, ...]:
 
 def health_of(grad_norm: float) -> str:
     """State of a layer by its gradient norm, NaN being none."""
-    return _NO_GRADIENT if np.isnan(grad_norm) else GradientThresholds().classify(grad_norm).value
+    return NO_GRADIENT if np.isnan(grad_norm) else GradientThresholds().classify(grad_norm).value
 
 
 def number(value: float) -> float | None:

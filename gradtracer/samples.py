@@ -47,6 +47,8 @@ class LayerTable:
 
     layout: Layout
     values: FloatArray
+    look_back: bool = False
+    """Whether it was taken out of the ring after its step, on suspicion: then no detector saw it."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -80,4 +82,4 @@ class Sample:
     step_time_s: float = MISSING
     num_non_finite_grads: float = 0.0
     layers: LayerTable | None = None
-    """Present at sampled steps only; it may hold fewer signals than usual (look-back tables hold `grad_norm`)."""
+    """Present at sampled steps only; it may hold fewer signals than usual."""

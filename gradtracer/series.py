@@ -20,7 +20,7 @@ from gradtracer.records import (
     SemanticEvent,
     Severity,
 )
-from gradtracer.samples import LayerTable, Sample
+from gradtracer.samples import LayerTable, Layout, Sample
 
 O = TypeVar("O", ModelDescription, OptimizerDescription, NonFiniteOrigin)  # noqa: E741
 
@@ -65,14 +65,31 @@ class Series:
         return self.columns.column(signal).astype(np.float64)
 
     def layer(self, layer: str, signal: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """A layer signal where it was recorded: steps and values, each `[m]`."""
-        found = [
-            (step, table.values[i])
-            for step, table in self.tables
-            if (i := table.layout.index.get((layer, signal))) is not None and not np.isnan(table.values[i])
-        ]
-        steps, values = zip(*found, strict=True) if found else ((), ())
-        return np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
+        """A layer signal where it was recorded: ascending steps and values, each `[m]`."""
+        column = (layer, signal)
+        found = [(s, v[:, i]) for layout, s, v in self._stacks if (i := layout.index.get(column)) is not None]
+        if not found:
+            return np.empty(0, np.int64), np.empty(0)
+        steps, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        recorded = ~np.isnan(values)
+        steps, values = steps[recorded], values[recorded].astype(np.float64)
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+        # Of a step that has two tables the later one in the order of `_stacks`, its own, speaks.
+        newest = np.diff(steps, append=-1) != 0
+        return steps[newest], values[newest]
+
+    @cached_property
+    def _stacks(self) -> tuple[tuple[Layout, NDArray[np.int64], NDArray[np.float32]], ...]:
+        # One matrix a layout, so that a layer's curve is one column of it and not a search through every table.
+        # By identity: the tables of a run share their layouts, and hashing one costs as much as reading its table.
+        groups: dict[tuple[bool, int], list[tuple[int, LayerTable]]] = {}
+        for step, table in self.tables:
+            groups.setdefault((not table.look_back, id(table.layout)), []).append((step, table))
+        return tuple(
+            (group[0][1].layout, np.asarray([s for s, _ in group]), np.stack([t.values for _, t in group]))
+            for _, group in sorted(groups.items())
+        )
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -106,19 +123,13 @@ class Series:
         return sorted(chosen, key=lambda e: e.step)
 
     def samples(self) -> Iterator[Sample]:
-        """The run again, sample by sample, as detectors saw it; the look-back tables of a step come before its own."""
-        tables: dict[int, list[LayerTable]] = {}
-        for step, table in self.tables:
-            tables.setdefault(step, []).append(table)
+        """The run again, sample by sample, as detectors saw it: without look-back tables, in float32."""
+        tables = {step: table for step, table in self.tables if not table.look_back}
         for step, time_s, numbers in zip(
             self.steps.tolist(), self.columns.times.tolist(), self.columns.numbers.tolist(), strict=True
         ):
-            found = tables.get(step, [])
             yield Sample(
-                step=step,
-                time_s=time_s,
-                layers=max(found, key=lambda t: len(t.layout.columns)) if found else None,
-                **dict(zip(RUN_COLUMNS, numbers, strict=True)),
+                step=step, time_s=time_s, layers=tables.get(step), **dict(zip(RUN_COLUMNS, numbers, strict=True))
             )
 
 
@@ -128,23 +139,23 @@ def reduce_keeping_extremes(
     """At most `max_points` of the points, so that no extreme and no non-finite value is lost from sight.
 
     The points are cut into equal buckets; of each, the smallest and the largest finite value stay, and the first
-    non-finite one where there is room (min-max downsampling). First and last point always stay.
+    non-finite one (min-max downsampling). First and last point always stay.
 
     Args:
         steps: Ascending steps, `[n]`.
         values: Values, `[n]`.
-        max_points: At least 4.
+        max_points: At least 5: the two ends, and three of a bucket.
 
     Raises:
-        ValueError: If `max_points` is below 4.
+        ValueError: If `max_points` is below 5.
     """
-    if max_points < 4:
-        raise ValueError(f"expected max_points of at least 4, got {max_points}")
+    if max_points < 5:
+        raise ValueError(f"expected max_points of at least 5, got {max_points}")
     s, v = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     if len(s) <= max_points:
         return s, v
     keep = {0, len(s) - 1}
-    buckets = np.array_split(np.arange(1, len(s) - 1), max(1, (max_points - 2) // 3))
+    buckets = np.array_split(np.arange(1, len(s) - 1), (max_points - 2) // 3)
     for bucket in buckets:
         finite = bucket[np.isfinite(v[bucket])]
         if len(finite):

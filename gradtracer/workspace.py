@@ -315,7 +315,7 @@ class Workspace:
             flush(run)
         with Journal(run.directory) as journal:
             known = check_layers(journal, layers or ())
-            found = journal.full_table(step)
+            found = journal.newest_table(step)
             if found is None:
                 sampled = journal.table_steps()
                 raise BadParameter(

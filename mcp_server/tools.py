@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from mcp_types import ToolAnnotations
+from typing import Any
 
+from mcp_types import Tool, ToolAnnotations
+
+from gradtracer.workspace import Workspace
 from mcp_server import reading, steering, waiting
-from mcp_server.answering import ToolSpec
+from mcp_server.answering import ToolSpec, make_tool
 
 
 def _hints(*, reads: bool, destroys: bool, idempotent: bool) -> ToolAnnotations:
@@ -33,3 +36,19 @@ TOOLS: tuple[ToolSpec, ...] = (
     ToolSpec("control_training", steering.control_training, "Control training", ACTS, writes=True),
     ToolSpec("get_report", reading.get_report, "Get report", READS, writes=False),
 )
+
+
+def describe_tools() -> list[dict[str, Any]]:
+    """Every tool as a client sees it, for ``schemas/mcp_tools.json``."""
+    made = [make_tool(spec, Workspace()) for spec in TOOLS]
+    return [
+        Tool(
+            name=tool.name,
+            title=tool.title,
+            description=tool.description,
+            input_schema=tool.parameters,
+            output_schema=tool.output_schema,
+            annotations=tool.annotations,
+        ).model_dump(mode="json", by_alias=True, exclude_none=True)
+        for tool in made
+    ]

@@ -35,7 +35,9 @@ SIGNALS = ("grad_norm", "weight_norm", "update_ratio", "activation_std")
 TRACK_INTERVAL = 10
 
 
-def event(number: int, step: int, severity: Severity = Severity.WARNING, layer: str | None = "features.0") -> SemanticEvent:
+def event(
+    number: int, step: int, severity: Severity = Severity.WARNING, layer: str | None = "features.0"
+) -> SemanticEvent:
     return SemanticEvent(
         id=f"e{number}",
         kind="gradient_health",

@@ -88,12 +88,18 @@ class Episodes:
 
     def assess(self, sample: Sample) -> list[EventChange]:
         """Run every detector on the next sample."""
-        changes: list[EventChange] = []
-        for detector in self.detectors:
-            findings = detector.assess(sample)
-            if findings is not None:
-                changes.extend(self._update(detector, sample.step, findings))
-        return changes
+        return [change for detector in self.detectors for change in self.assess_with(detector, sample)]
+
+    def assess_with(self, detector: Detector, sample: Sample) -> list[EventChange]:
+        """Run one of the detectors on the next sample."""
+        findings = detector.assess(sample)
+        return [] if findings is None else list(self._update(detector, sample.step, findings))
+
+    def retire(self, detector: Detector) -> list[EventChange]:
+        """Close the events of a detector that is asked no more."""
+        keys = [key for key in self._open if key[0] == detector.code]
+        events = [episode.event for key in keys if (episode := self._open.pop(key)).event is not None]
+        return [EventChange(e.model_copy(update={"open": False}), announce=False) for e in events if e is not None]
 
     def _update(self, detector: Detector, step: int, findings: Sequence[Finding]) -> Iterable[EventChange]:
         found = {(detector.code, f.layer, f.state): f for f in findings}
@@ -107,15 +113,18 @@ class Episodes:
                     yield EventChange(episode.event, announce=True)
                 continue
             escalated = finding.severity.rank > episode.event.severity.rank
-            update: dict[str, object] = {"last_step": step}
+            episode.event = episode.event.model_copy(update={"last_step": step})
             if escalated:
-                update |= {
-                    "severity": finding.severity,
-                    "evidence": finding.evidence,
-                    "message": finding.message,
-                    "confidence": max(finding.confidence, episode.event.confidence),
-                }
-            episode.event = episode.event.model_copy(update=update)
+                # Validated anew, unlike by model_copy: what a detector says must be readable from the journal.
+                episode.event = SemanticEvent.model_validate(
+                    dict(episode.event)
+                    | {
+                        "severity": finding.severity,
+                        "evidence": finding.evidence,
+                        "message": finding.message,
+                        "confidence": max(finding.confidence, episode.event.confidence),
+                    }
+                )
             yield EventChange(episode.event, announce=escalated)
         for key, episode in list(self._open.items()):
             if key[0] != detector.code or key in found:
