@@ -353,7 +353,8 @@ class Workspace:
         flush(run)
         with Journal(run.directory) as journal:
             series = Series.from_journal(journal)
-        hypotheses = diagnose(series) if len(series.steps) else ()
+        anything = len(series.steps) or series.events or series.observations
+        hypotheses = diagnose(series) if anything else ()
         return Diagnosis(
             run_id=run.run_id,
             step=max(0, series.last_step),
