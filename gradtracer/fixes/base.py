@@ -58,23 +58,34 @@ class LiveRun(Protocol):
         """The optimizers seen so far."""
         ...
 
-    def before_update(self, guard: Callable[[Any], None]) -> Undo:
-        """Call `guard(optimizer)` before every update of an optimizer from now on; the return value ends that.
+    def around_update(self, before: Callable[[Any], None], after: Callable[[Any], None] | None = None) -> Undo:
+        """Call `before(optimizer)` ahead of every optimizer step from now on, and `after(optimizer)` behind it.
 
-        Gradients are final then. A guard may change them in place, or skip the update with `skip_update`.
+        Gradients are final in `before`; it may change them in place, or leave the update out with `skip_update`.
+
+        Returns:
+            A callable that ends this.
         """
         ...
 
     def skip_update(self, optimizer: Any) -> None:
-        """From inside a guard: let this optimizer step do nothing."""
+        """From inside a `before`: let this optimizer step do nothing."""
         ...
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """Saved states, oldest first."""
         ...
 
+    def take_snapshot(self) -> SnapshotInfo | None:
+        """Save the state as it is now; None where it holds a non-finite number."""
+        ...
+
     def restore(self, snapshot: str) -> None:
         """Put model, optimizers and random state back to a snapshot, bit for bit."""
+        ...
+
+    def first_open_problem_step(self) -> int | None:
+        """First step of the oldest open event of severity warning or above."""
         ...
 
 

@@ -1,0 +1,638 @@
+"""Reads the dynamics of a training loop: what, when and at which cost is DESIGN's section 5.
+
+Nothing here changes training: no random number is drawn, no tensor of the user's is written, and nothing is left on the
+model or the optimizer. On a GPU nothing is waited for: numbers stay on the device and are copied in one piece after a
+sampled step, and read once that copy has arrived.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradtracer.records import NonFiniteOrigin, Observation
+from gradtracer.samples import LayerTable, Layout, Sample
+from gradtracer.signals import MISSING, NON_FINITE
+from gradtracer.training import nonfinite, statistics
+from gradtracer.training.activations import ActivationCapture, ForwardPass
+from gradtracer.training.layers import Layer, layers_of, watched_modules
+from gradtracer.training.schedule import Schedule
+
+_LOOK_BACK = 32
+"""Steps whose per-layer gradient norms are kept in memory, to be written when something goes wrong."""
+_GROWTH_STEPS = 16
+_DEVICE_BATCH = 100
+"""On a GPU: steps after which the pending numbers are copied at the latest."""
+
+
+class Sink(Protocol):
+    """Where samples go; see `gradtracer.training.recorder.Recorder`."""
+
+    def add_sample(self, sample: Sample) -> None:
+        """Append a step."""
+        ...
+
+    def add_table(self, step: int, table: LayerTable) -> None:
+        """Append a look-back table."""
+        ...
+
+    def add_observation(self, observation: Observation) -> None:
+        """Append a fact."""
+        ...
+
+
+@dataclass
+class _OpenStep:
+    """What is known of the step under way; tensors are on the model's device."""
+
+    step: int
+    sampled: bool
+    losses: list[Tensor] = field(default_factory=list)
+    updated: list[int] = field(default_factory=list)
+    learning_rate: float = MISSING
+    index: list[int] = field(default_factory=list)
+    """Parameter numbers, in the order of the tensors below."""
+    grad_norms: list[Tensor] = field(default_factory=list)
+    grad_means: list[Tensor] = field(default_factory=list)
+    weight_norms: list[Tensor] = field(default_factory=list)
+    updates: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
+    """Parameter numbers, sampled ||update||^2 and ||weights||^2 scaled up to the whole tensors."""
+    cosines: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
+    """Parameter numbers, dot products with the last gradient, products of norms."""
+    zero_rows: list[tuple[int, Tensor]] = field(default_factory=list)
+    forward: ForwardPass | None = None
+    time_s: float = 0.0
+    step_time_s: float = MISSING
+    loss: float | Tensor = MISSING
+
+    def forget_update(self) -> None:
+        """Drop what was read of gradients and updates."""
+        for readings in (
+            self.updated, self.index, self.grad_norms, self.grad_means, self.weight_norms, self.updates, self.cosines,
+            self.zero_rows,
+        ):  # fmt: skip
+            readings.clear()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The parameters of an optimizer that belong to the model."""
+
+    sizes: tuple[int, ...]
+    index: list[int]
+    parameters: list[nn.Parameter]
+
+
+class Capture:
+    """Turns a training loop into samples.
+
+    Args:
+        model: The model.
+        optimizers: Those known from the start; others are found when they step.
+        schedule: Which steps are sampled.
+        sink: Takes the samples.
+        on_step_end: Called in the training thread after every step with its number; may change the model.
+        on_guards: Called before an update, after gradients were read; may change gradients.
+        after_guards: Called after the update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        schedule: Schedule,
+        sink: Sink,
+        *,
+        on_step_end: Callable[[int], None],
+        on_guards: Callable[[Optimizer], None],
+        after_guards: Callable[[Optimizer], None],
+    ) -> None:
+        self.model = model
+        self.layers: list[Layer] = layers_of(model)
+        self._schedule = schedule
+        self._sink = sink
+        self._on_step_end, self._on_guards, self._after_guards = on_step_end, on_guards, after_guards
+
+        named = [(i, name, p) for i, layer in enumerate(self.layers) for name, p in layer.parameters]
+        self.parameters = [p for _, _, p in named]
+        self.parameter_names = [name for _, name, _ in named]
+        self._number = {id(p): n for n, p in enumerate(self.parameters)}
+        self._layer_index = np.asarray([i for i, _, _ in named], dtype=np.intp)
+        self._numel = np.asarray([p.numel() for p in self.parameters], dtype=np.float64)
+        self.layer_of_parameter = {id(p): self.layers[i].name for i, _, p in named}
+        self._has_rows = {
+            n
+            for n, (i, _, p) in enumerate(named)
+            if p.dim() > 1 and isinstance(self.layers[i].module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        }
+        self._on_device = any(p.device.type != "cpu" for p in self.parameters)
+        self._norm_layout = Layout(tuple((layer.name, "grad_norm") for layer in self.layers))
+        self._layouts: dict[tuple[tuple[str, str], ...], Layout] = {}
+
+        self.optimizers: list[Optimizer] = []
+        self._unheld_cache: list[int] | None = None
+        self._held: dict[int, _Held] = {}
+        self._foreign: set[int] = set()
+        self._foreign_refs: list[Optimizer] = []
+        for optimizer in optimizers:
+            self._adopt(optimizer)
+
+        self.explicit: bool | None = None
+        """Whether the user marks steps; None until it is known."""
+        self._updates_per_step = 1
+        self.activations = ActivationCapture({} if is_compiled(model) else watched_modules(model))
+        self.forward_order: list[str] = []
+        self.fed_by: dict[str, str] = {}
+        self.activation_types: dict[str, str] = {}
+        self._recent: deque[tuple[int, np.ndarray]] = deque(maxlen=_LOOK_BACK)
+        self._tabled: deque[int] = deque(maxlen=4 * _LOOK_BACK)
+        self._last_gradients: dict[int, Tensor] = {}
+        self._weights_before: list[Tensor] = []
+        self._weights_index: list[int] = []
+        self._loss_was_finite = True
+        self._gradient_was_finite = True
+        self.last_step = -1
+        """The last finished step; -1 before the first."""
+        self.recent_losses: deque[tuple[int, float]] = deque(maxlen=256)
+        """Step and loss of the last steps, coded as in `gradtracer.signals`, without missing ones."""
+        self._last_end = time.perf_counter()
+        self._waiting: list[_OpenStep] = []
+        self._copy: _Copy | None = None
+        self._open = _OpenStep(0, sampled=False)
+        self._begin(0)
+
+    @property
+    def held(self) -> set[int]:
+        """Ids of the parameters that the optimizers seen so far hold."""
+        return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+
+    def close(self) -> None:
+        """Hand over what is left: the open step if anything happened in it, and what a GPU still holds."""
+        if self._open.updated and self.explicit is not True:
+            self._end(MISSING, run_commands=False)
+        self.activations.disarm()
+        if self._waiting:
+            self._copy = self._copy or _Copy(self._waiting)
+            self._emit(self._copy)
+
+    # ------------------------------------------------------------------ what the hooks report
+
+    def on_backward(self, loss: Tensor, unscaled: Tensor) -> None:
+        """See `gradtracer.training.hooks.TrainingListener`."""
+        self.activations.in_backward = True
+        value = unscaled.detach()
+        self._open.losses.append(value)
+        if value.device.type == "cpu":
+            finite = math.isfinite(value.item())
+            if not finite and self._loss_was_finite and loss.grad_fn is not None:
+                self._sink.add_observation(nonfinite.origin_in_graph(loss, self.layer_of_parameter, self._open.step))
+            self._loss_was_finite = finite
+
+    def on_backward_done(self) -> None:
+        """See `gradtracer.training.hooks.TrainingListener`."""
+        self.activations.in_backward = False
+
+    def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """See `gradtracer.training.hooks.TrainingListener`."""
+        if not self._is_ours(optimizer):
+            return
+        if self.explicit is not True and id(optimizer) in self._open.updated:
+            # Second update without a mark in between: the loop does not mark its steps. Gradients of the next step
+            # stand already, so nothing that touches the model may run here.
+            self.explicit = False
+            self._end(MISSING, run_commands=False)
+        if id(optimizer) in self._open.updated:
+            self._open.forget_update()  # several updates within one marked step: the last one is described
+        if not has_closure:
+            with torch.no_grad():
+                self._read_gradients(optimizer)
+            self._on_guards(optimizer)
+        if self._open.sampled:
+            with torch.no_grad():
+                self._read_weights(optimizer)
+        rate = optimizer.param_groups[0].get("lr", MISSING)
+        if not self._open.updated:
+            self._open.learning_rate = float(rate)
+
+    def on_updated(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """See `gradtracer.training.hooks.TrainingListener`."""
+        if not self._is_ours(optimizer):
+            return
+        if has_closure:  # gradients of the last evaluation inside the step
+            with torch.no_grad():
+                self._read_gradients(optimizer)
+        else:
+            self._after_guards(optimizer)
+        if self._open.sampled:
+            with torch.no_grad():
+                self._read_update()
+        self._open.updated.append(id(optimizer))
+        if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
+            self._end(MISSING, run_commands=True)
+
+    def mark_step(self, loss: float | Tensor | None) -> None:
+        """The user says that a step is over."""
+        self.explicit = True
+        if loss is None:
+            self._end(MISSING, run_commands=True)
+        elif isinstance(loss, Tensor):
+            self._end(loss.detach().reshape(()), run_commands=True)
+        else:
+            value = float(loss)
+            self._end(value if math.isfinite(value) else NON_FINITE, run_commands=True)
+
+    # ------------------------------------------------------------------ reading
+
+    def _read_gradients(self, optimizer: Optimizer) -> None:
+        held = self._held_by(optimizer)
+        index: list[int] = []
+        gradients: list[Tensor] = []
+        for number, parameter in zip(held.index, held.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None:
+                index.append(number)
+                gradients.append(statistics.gradient_values(gradient))
+        if not self._open.updated:
+            for number in self._unheld():
+                gradient = self.parameters[number].grad
+                if gradient is not None:
+                    index.append(number)
+                    gradients.append(statistics.gradient_values(gradient))
+        if not gradients:
+            return
+        now = self._open
+        norms = statistics.norms(gradients)
+        if not self._on_device and not math.isfinite(float(norms.sum())):
+            # A float32 sum of squares overflows above 1e19 while every element is finite.
+            norms = torch.tensor([statistics.exact_norm(g) for g in gradients], dtype=torch.float64)
+        scale = getattr(optimizer, "grad_scale", None)
+        if isinstance(scale, Tensor):  # a fused optimizer divides inside its kernel
+            norms = norms / scale.to(norms.device, norms.dtype)
+        now.index += index
+        now.grad_norms.append(norms)
+        if now.sampled or self._schedule.is_due(now.step + 1):
+            self._read_directions(index, gradients)
+        if now.sampled:
+            means = torch.stack([g.mean(dtype=torch.float32) if g.element_size() < 4 else g.mean() for g in gradients])
+            now.grad_means.append(means / scale.to(means.device) if isinstance(scale, Tensor) else means)
+            now.weight_norms.append(statistics.norms([self.parameters[n].detach() for n in index]))
+            now.zero_rows += [
+                (n, statistics.zero_row_fraction(g))
+                for n, g in zip(index, gradients, strict=True)
+                if n in self._has_rows
+            ]
+
+    def _read_directions(self, index: list[int], gradients: list[Tensor]) -> None:
+        """Compare with the gradients of the step before, and keep these for the next."""
+        samples = {
+            n: statistics.strided_sample(g).clone()
+            for n, g in zip(index, gradients, strict=True)
+            if g.shape == self.parameters[n].shape
+        }
+        pairs = [(n, s, self._last_gradients[n]) for n, s in samples.items() if n in self._last_gradients]
+        if pairs and self._open.sampled:
+            dots = torch.stack([torch.dot(a, b) for _, a, b in pairs])
+            norms = statistics.norms([a for _, a, _ in pairs]) * statistics.norms([b for _, _, b in pairs])
+            self._open.cosines.append(([n for n, _, _ in pairs], dots, norms))
+        self._last_gradients = samples
+
+    def _read_weights(self, optimizer: Optimizer) -> None:
+        held = self._held_by(optimizer)
+        self._weights_index = [n for n, p in zip(held.index, held.parameters, strict=True) if p.grad is not None]
+        self._weights_before = [statistics.strided_sample(self.parameters[n]).clone() for n in self._weights_index]
+
+    def _read_update(self) -> None:
+        if not self._weights_before:
+            return
+        after = [statistics.strided_sample(self.parameters[n]) for n in self._weights_index]
+        moved = torch._foreach_sub(after, self._weights_before)  # pyright: ignore[reportPrivateImportUsage]
+        scale = torch.tensor(
+            [self._numel[n] / max(b.numel(), 1) for n, b in zip(self._weights_index, self._weights_before, strict=True)]
+        )
+        moved_norms, norms = statistics.norms(list(moved)), statistics.norms(self._weights_before)
+        scale = scale.to(norms.device, norms.dtype)
+        self._open.updates.append((self._weights_index, moved_norms.square() * scale, norms.square() * scale))
+        self._weights_before, self._weights_index = [], []
+
+    # ------------------------------------------------------------------ steps
+
+    def _begin(self, step: int) -> None:
+        sampled = self._schedule.is_due(step)
+        self._open = _OpenStep(step, sampled)
+        if sampled:
+            self.activations.arm()
+
+    def _end(self, loss: float | Tensor, *, run_commands: bool) -> None:
+        done = self._open
+        now = time.perf_counter()
+        done.time_s, done.step_time_s, self._last_end = time.time(), now - self._last_end, now
+        if isinstance(loss, Tensor) or not math.isnan(loss):
+            done.loss = loss
+        elif done.losses:
+            # What the update follows is the sum over the backward calls: accumulated losses are parts of one objective.
+            done.loss = done.losses[0] if len(done.losses) == 1 else torch.stack([x.float() for x in done.losses]).sum()
+        self._updates_per_step = max(self._updates_per_step, len(done.updated))
+        if self.activations.armed:
+            done.forward = self.activations.disarm()
+            self._learn_forward_order(done.forward)
+        self._waiting.append(done)
+        if not self._on_device:
+            self._emit(_Copy(self._waiting))
+        else:
+            if self._copy is None and (done.sampled or len(self._waiting) >= _DEVICE_BATCH):
+                self._copy = _Copy(self._waiting)
+            if self._copy is not None and self._copy.arrived:
+                self._emit(self._copy)
+        self._schedule.end_step()
+        self.last_step = done.step
+        if run_commands:
+            self._on_step_end(done.step)
+        self._begin(done.step + 1)
+
+    def _learn_forward_order(self, forward: ForwardPass) -> None:
+        if len(forward.scalars) > len(self.forward_order):
+            self.forward_order = list(forward.scalars)
+            self.fed_by = dict(forward.fed_by)
+            self.activation_types = dict(forward.types)
+
+    def _emit(self, copy: _Copy) -> None:
+        self._copy = None
+        self._waiting = self._waiting[len(copy.steps) :]
+        for step, numbers in zip(copy.steps, copy.numbers(), strict=True):
+            self._emit_step(step, numbers)
+
+    def _emit_step(self, step: _OpenStep, numbers: _Numbers) -> None:
+        norms = np.full(len(self.parameters), np.nan)
+        norms[step.index] = numbers.grad_norms
+        bad = ~np.isfinite(norms) & np.isin(np.arange(len(norms)), step.index)
+        squares = np.where(np.isnan(norms) & ~bad, 0.0, norms * norms)
+        total = math.sqrt(float(squares.sum())) if step.index and not bad.any() else MISSING
+        if bad.any():
+            total = NON_FINITE
+        present = np.zeros(len(self.layers), dtype=bool)
+        present[self._layer_index[step.index]] = True
+        per_layer = self._sum_by_layer(np.where(bad, np.inf, squares))
+        per_layer = np.where(present, np.sqrt(per_layer), np.nan)
+        loss = numbers.loss
+        num_bad = len(set(self._layer_index[bad].tolist()))
+        self._note_backward_origin(step, bad, loss)
+        self._recent.append((step.step, per_layer.astype(np.float32)))
+        table = None
+        if step.sampled:
+            table = self._table(step, numbers, per_layer, bad)
+            self._tabled.append(step.step)
+        sample = Sample(
+            step=step.step, time_s=step.time_s, loss=loss, grad_norm=total, learning_rate=step.learning_rate,
+            step_time_s=step.step_time_s, num_non_finite_grads=float(num_bad), layers=table,
+        )  # fmt: skip
+        if not math.isnan(loss):
+            self.recent_losses.append((step.step, loss))
+        self._sink.add_sample(sample)
+        if self._schedule.suspects(loss, total):
+            self._write_look_back()
+
+    def _note_backward_origin(self, step: _OpenStep, bad: np.ndarray, loss: float) -> None:
+        if not bad.any():
+            if step.index:
+                self._gradient_was_finite = True
+            return
+        if self._gradient_was_finite and loss != NON_FINITE:
+            names = {self.layers[i].name for i in self._layer_index[bad].tolist()}
+            order = [n for n in self.forward_order if n in names] or [n.name for n in self.layers if n.name in names]
+            self._sink.add_observation(
+                NonFiniteOrigin(
+                    step=step.step, where="backward", layer=order[-1], num_non_finite=int(bad.sum()),
+                    detail="The loss is finite; the gradient is not, from this layer toward the input.",
+                )
+            )  # fmt: skip
+        self._gradient_was_finite = False
+
+    def _write_look_back(self) -> None:
+        tabled = set(self._tabled)
+        for step, norms in self._recent:
+            if step not in tabled:
+                self._sink.add_table(step, LayerTable(self._norm_layout, norms))
+                self._tabled.append(step)
+
+    # ------------------------------------------------------------------ tables
+
+    def _sum_by_layer(self, values: np.ndarray) -> np.ndarray:
+        return np.bincount(self._layer_index, weights=values, minlength=len(self.layers))
+
+    def _over_layers(self, index: Sequence[int], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sum over each layer's parameters, and which layers have any."""
+        layers = self._layer_index[list(index)]
+        total = np.bincount(layers, weights=values.astype(np.float64), minlength=len(self.layers))
+        present = np.zeros(len(self.layers), dtype=bool)
+        present[layers] = True
+        return total, present
+
+    def _table(self, step: _OpenStep, numbers: _Numbers, per_layer: np.ndarray, bad: np.ndarray) -> LayerTable:
+        rows: dict[str, np.ndarray] = {}
+        with np.errstate(all="ignore"):
+            if step.index:
+                count, present = self._over_layers(step.index, self._numel[step.index])
+                means, _ = self._over_layers(step.index, numbers.grad_means * self._numel[step.index])
+                mean = np.where(present, means / count, np.nan)
+                rows["grad_norm"] = per_layer
+                rows["grad_mean"] = mean
+                rows["grad_std"] = np.sqrt(np.maximum(per_layer**2 / count - mean**2, 0.0))
+                weights, _ = self._over_layers(step.index, numbers.weight_norms.astype(np.float64) ** 2)
+                rows["weight_norm"] = np.where(present, np.sqrt(weights), np.nan)
+                rows["num_non_finite_grad"] = np.where(present, self._sum_by_layer(bad.astype(float)), np.nan)
+                bad_weights, _ = self._over_layers(step.index, ~np.isfinite(numbers.weight_norms))
+                rows["num_non_finite_weight"] = np.where(present, bad_weights, np.nan)
+                rows["grad_growth_rate"] = self._growth_rate()
+            if numbers.updates:
+                index = [n for part, _, _ in numbers.updates for n in part]
+                moved, present = self._over_layers(index, np.concatenate([m for _, m, _ in numbers.updates]))
+                weights, _ = self._over_layers(index, np.concatenate([w for _, _, w in numbers.updates]))
+                rows["update_ratio"] = np.where(present & (weights > 0), np.sqrt(moved / weights), np.nan)
+                rows["update_ratio"][present & ~np.isfinite(moved)] = np.inf
+            if numbers.cosines:
+                index = [n for part, _, _ in numbers.cosines for n in part]
+                dots, present = self._over_layers(index, np.concatenate([d for _, d, _ in numbers.cosines]))
+                norms, _ = self._over_layers(index, np.concatenate([n for _, _, n in numbers.cosines]))
+                rows["step_cosine"] = np.where(present & (norms > 0), dots / norms, np.nan)
+            if numbers.zero_rows:
+                zero = np.full(len(self.layers), np.nan)
+                for number, value in numbers.zero_rows:
+                    zero[self._layer_index[number]] = value
+                rows["zero_grad_fraction"] = zero
+        names = [layer.name for layer in self.layers]
+        columns = [(name, signal) for signal in rows for name in names]
+        values = [rows[signal] for signal in rows]
+        columns += numbers.activation_columns
+        values.append(numbers.activations)
+        key = tuple(columns)
+        layout = self._layouts.setdefault(key, Layout(key))
+        packed = np.concatenate(values).astype(np.float32) if values else np.empty(0, np.float32)
+        return LayerTable(layout, packed)
+
+    def _growth_rate(self) -> np.ndarray:
+        """Least-squares slope of log ||g|| over the last steps, by layer, 1/step."""
+        recent = list(self._recent)[-_GROWTH_STEPS:]
+        if len(recent) < 4:
+            return np.full(len(self.layers), np.nan)
+        steps = np.asarray([s for s, _ in recent], dtype=np.float64)
+        logs = np.log(np.stack([n for _, n in recent]).astype(np.float64))
+        logs[~np.isfinite(logs)] = np.nan
+        centred = steps - steps.mean()
+        return (centred[:, None] * (logs - logs.mean(axis=0))).sum(axis=0) / (centred**2).sum()
+
+    # ------------------------------------------------------------------ optimizers
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if id(optimizer) in self._held:
+            return True
+        if id(optimizer) in self._foreign:
+            return False
+        if any(id(p) in self._number for group in optimizer.param_groups for p in group["params"]):
+            self._adopt(optimizer)
+            return True
+        self._foreign.add(id(optimizer))
+        self._foreign_refs.append(optimizer)  # so that its id is not given to another
+        return False
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        self._held[id(optimizer)] = self._hold(optimizer)
+        self._unheld_cache = None
+
+    def _hold(self, optimizer: Optimizer) -> _Held:
+        index = [
+            self._number[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._number
+        ]
+        return _Held(_sizes(optimizer), index, [self.parameters[n] for n in index])
+
+    def _held_by(self, optimizer: Optimizer) -> _Held:
+        held = self._held[id(optimizer)]
+        if held.sizes != _sizes(optimizer):  # a group was added
+            held = self._held[id(optimizer)] = self._hold(optimizer)
+            self._unheld_cache = None
+        return held
+
+    def _unheld(self) -> list[int]:
+        if self._unheld_cache is None:
+            held = self.held
+            self._unheld_cache = [n for n, p in enumerate(self.parameters) if id(p) not in held]
+        return self._unheld_cache
+
+    def unheld_with_gradient(self) -> list[str]:
+        """Names of trainable parameters that have a gradient and that no known optimizer holds."""
+        return [
+            self.parameter_names[n]
+            for n in self._unheld()
+            if self.parameters[n].requires_grad and self.parameters[n].grad is not None
+        ]
+
+
+def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any part of the model went through `torch.compile`: forward hooks would make it compile again."""
+    return any(
+        type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
+        for m in model.modules()
+    )
+
+
+@dataclass
+class _Numbers:
+    """The numbers of a step, on the host."""
+
+    loss: float
+    grad_norms: np.ndarray
+    grad_means: np.ndarray
+    weight_norms: np.ndarray
+    updates: list[tuple[list[int], np.ndarray, np.ndarray]]
+    cosines: list[tuple[list[int], np.ndarray, np.ndarray]]
+    zero_rows: list[tuple[int, float]]
+    activation_columns: list[tuple[str, str]]
+    activations: np.ndarray
+
+
+class _Copy:
+    """All numbers of some steps, on their way to the host in one piece."""
+
+    def __init__(self, steps: Sequence[_OpenStep]) -> None:
+        self.steps = list(steps)
+        self._tensors: list[Tensor] = [t for step in self.steps for t in _tensors(step)]
+        devices = {t.device for t in self._tensors}
+        self._event: Any = None
+        if not devices or devices == {torch.device("cpu")}:
+            self._flat = None
+            return
+        device = next(d for d in devices if d.type != "cpu")
+        with torch.no_grad():
+            flat = torch.cat([t.detach().reshape(-1).to(device, torch.float64) for t in self._tensors])
+            if device.type == "cuda":
+                self._flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+                self._flat.copy_(flat, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+            else:
+                self._flat = flat.cpu()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading it would wait for nothing."""
+        return self._event is None or self._event.query()
+
+    def numbers(self) -> list[_Numbers]:
+        """The numbers of each step; waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._flat is None:
+            arrays = [t.detach().reshape(-1).double().numpy() for t in self._tensors]
+        else:
+            arrays = np.split(self._flat.numpy(), np.cumsum([t.numel() for t in self._tensors])[:-1])
+        source = iter(arrays)
+        return [_numbers(step, source) for step in self.steps]
+
+
+def _tensors(step: _OpenStep) -> list[Tensor]:
+    found: list[Tensor] = [*step.grad_norms, *step.grad_means, *step.weight_norms]
+    if isinstance(step.loss, Tensor):
+        found.insert(0, step.loss)
+    for _, a, b in (*step.updates, *step.cosines):
+        found += (a, b)
+    found += [value for _, value in step.zero_rows]
+    if step.forward is not None:
+        found += [value for row in step.forward.scalars.values() for value in row.values()]
+    return found
+
+
+def _numbers(step: _OpenStep, source: Any) -> _Numbers:
+    def take(parts: Sequence[Tensor]) -> np.ndarray:
+        found = [next(source) for _ in parts]
+        return np.concatenate(found) if found else np.empty(0)
+
+    loss = float(next(source)[0]) if isinstance(step.loss, Tensor) else step.loss
+    if isinstance(step.loss, Tensor) and not math.isfinite(loss):
+        loss = NON_FINITE
+    norms, means, weights = take(step.grad_norms), take(step.grad_means), take(step.weight_norms)
+    updates = [(index, next(source), next(source)) for index, _, _ in step.updates]
+    cosines = [(index, next(source), next(source)) for index, _, _ in step.cosines]
+    zero_rows = [(number, float(next(source)[0])) for number, _ in step.zero_rows]
+    columns: list[tuple[str, str]] = []
+    values: list[float] = []
+    for layer, row in (step.forward.scalars if step.forward else {}).items():
+        for signal in row:
+            value = float(next(source)[0])
+            columns.append((layer, signal))
+            values.append(value if math.isfinite(value) else NON_FINITE)
+        columns.append((layer, "num_non_finite_activation"))
+        values.append(0.0 if values[-len(row)] != NON_FINITE else 1.0)
+    return _Numbers(loss, norms, means, weights, updates, cosines, zero_rows, columns, np.asarray(values))

@@ -1,0 +1,430 @@
+"""Carries out what is asked of a live run, in the training thread, at step boundaries.
+
+Requests come in on the control channel's thread, are checked there, and wait in a queue. Between two steps the training
+thread takes them, acts, watches what its actions did, and takes back what made things worse.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradtracer.control import (
+    FixRequest,
+    InterventionReply,
+    LiveStatus,
+    Reply,
+    RevertRequest,
+    TrainingRequest,
+)
+from gradtracer.errors import GradtracerError, RunNotLive, RunRefused, UnknownIntervention
+from gradtracer.fixes import Fix, SnapshotInfo, Undo, get_fix
+from gradtracer.records import Intervention, InterventionState, ParameterValue, Severity, Stall
+from gradtracer.training.capture import Capture
+from gradtracer.training.control_server import Submission
+from gradtracer.training.recorder import Recorder
+from gradtracer.training.snapshots import SnapshotStore
+from gradtracer.training.stack import training_stack
+
+log = logging.getLogger("gradtracer")
+
+WATCH_STEPS = 50
+"""Losses compared before and after an intervention: the median of 50 has a standard error of 1.25 / sqrt(50), under a
+fifth of the losses' own spread."""
+_WORSE_DEVIATIONS = 4.0
+_STALL_FACTOR, _STALL_AT_LEAST_S = 20.0, 2.0
+
+
+class TrainingStopped(SystemExit):
+    """Raised out of the training loop when an agent asked for the training to stop.
+
+    It is a `SystemExit` with code 0: unless it is caught, the program ends cleanly, with its ``finally`` blocks run.
+    A ``with FlowTracker(...)`` block swallows it, and the program goes on behind the block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@dataclass
+class _Queued:
+    request: FixRequest | RevertRequest | TrainingRequest
+    intervention: Intervention
+    future: Future[Reply]
+    parameters: Any = None
+
+
+@dataclass
+class _Active:
+    """An intervention that was applied and may still be taken back."""
+
+    intervention: Intervention
+    undo: Undo
+    watch_until: int | None
+    noise: float = 0.0
+
+
+class Controller:
+    """The live run as fixes see it (`gradtracer.fixes.LiveRun`), and the control channel's handler.
+
+    Args:
+        run_id: Id of the run.
+        capture: Reads the training.
+        recorder: Takes interventions.
+        snapshots: Keeps states.
+    """
+
+    def __init__(self, run_id: str, capture: Capture, recorder: Recorder, snapshots: SnapshotStore) -> None:
+        self._run_id, self._capture, self._recorder, self._snapshots = run_id, capture, recorder, snapshots
+        self._wake = threading.Condition()
+        self._queue: deque[_Queued] = deque()
+        self._closed = False
+        self._paused: Intervention | None = None
+        self._stop = False
+        self._num_interventions = 0
+        self._active: dict[str, _Active] = {}
+        self._interventions: dict[str, Intervention] = {}
+        self._guards: list[tuple[Callable[[Optimizer], None], Callable[[Optimizer], None] | None]] = []
+        self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._thread_id = threading.get_ident()
+        self._last_boundary = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=64)
+
+    # ------------------------------------------------------------------ the run, as fixes see it
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self._capture.last_step
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model."""
+        return self._capture.model
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers seen so far."""
+        return self._capture.optimizers
+
+    def around_update(
+        self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None] | None = None
+    ) -> Undo:
+        """See `gradtracer.fixes.LiveRun`."""
+        guard = (before, after)
+        self._guards.append(guard)
+        return lambda: self._guards.remove(guard)
+
+    def skip_update(self, optimizer: Optimizer) -> None:
+        """See `gradtracer.fixes.LiveRun`."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    # An optimizer passes over parameters without a gradient; the user's gradient comes back after.
+                    self._left_out.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def snapshots(self) -> Sequence[SnapshotInfo]:
+        """See `gradtracer.fixes.LiveRun`."""
+        return self._snapshots.list()
+
+    def take_snapshot(self) -> SnapshotInfo | None:
+        """See `gradtracer.fixes.LiveRun`."""
+        return self._snapshots.take(self.step, healthy=self.first_open_problem_step() is None)
+
+    def restore(self, snapshot: str) -> None:
+        """See `gradtracer.fixes.LiveRun`."""
+        self._snapshots.restore(snapshot)
+
+    def first_open_problem_step(self) -> int | None:
+        """See `gradtracer.fixes.LiveRun`."""
+        self._recorder.flush(1.0)
+        open_problems = [e.step for e in self._recorder.events if e.open and e.severity is not Severity.INFO]
+        return min(open_problems, default=None)
+
+    def run_guards(self, optimizer: Optimizer) -> None:
+        """What comes before an update."""
+        for before, _ in self._guards:
+            before(optimizer)
+
+    def finish_guards(self, optimizer: Optimizer) -> None:
+        """What comes after an update."""
+        for parameter, gradient in self._left_out:
+            parameter.grad = gradient
+        self._left_out.clear()
+        for _, after in reversed(self._guards):
+            if after is not None:
+                after(optimizer)
+
+    # ------------------------------------------------------------------ the control channel's thread
+
+    def status(self) -> LiveStatus:
+        """How the training stands; answers also while a step hangs."""
+        idle = time.monotonic() - self._last_boundary
+        durations = list(self._durations)
+        usual = statistics.median(durations) if durations else None
+        paused = self._paused is not None
+        stalled = not paused and not self._closed and idle > max(_STALL_AT_LEAST_S, _STALL_FACTOR * (usual or 0.0))
+        return LiveStatus(
+            step=self._capture.last_step,
+            paused=paused,
+            seconds_since_step=idle,
+            usual_step_s=usual,
+            stall=Stall(seconds=idle, usual_s=usual, stack=training_stack(self._thread_id)) if stalled else None,
+            active_interventions=tuple(self._active),
+            pending=len(self._queue),
+            snapshots=tuple(s.name for s in self._snapshots.list()),
+        )
+
+    def flush(self) -> None:
+        """Write everything captured so far."""
+        self._recorder.flush(2.0)
+
+    def submit(self, request: FixRequest | RevertRequest | TrainingRequest) -> Submission:
+        """Check a request and queue it for the next step boundary.
+
+        Raises:
+            UnknownFix: If there is no such fix.
+            BadParameter: If a parameter cannot be used.
+            UnknownIntervention: If there is nothing of this id to revert.
+            RunRefused: If this training cannot be steered.
+            RunNotLive: If it has ended.
+        """
+        if _num_ranks() > 1:
+            raise RunRefused(
+                "this training runs on several ranks, and a change on one of them would drive the replicas apart; "
+                "steering of distributed runs is not available in this version"
+            )
+        parameters = get_fix(request.fix).parse(request.parameters) if isinstance(request, FixRequest) else None
+        if isinstance(request, RevertRequest) and request.intervention_id not in self._interventions:
+            known = ", ".join(self._interventions) or "none yet"
+            raise UnknownIntervention(f"no intervention {request.intervention_id!r}; there are: {known}")
+        with self._wake:
+            if self._closed:
+                raise RunNotLive("the training has ended")
+            self._num_interventions += 1
+            queued = _Queued(request, self._new_intervention(request), Future(), parameters)
+            self._queue.append(queued)
+            self._wake.notify()
+        self._put(queued.intervention)
+        return Submission(pending=queued.intervention, future=queued.future)
+
+    def _new_intervention(self, request: FixRequest | RevertRequest | TrainingRequest) -> Intervention:
+        fix, mode, parameters = "", "apply", {}
+        if isinstance(request, FixRequest):
+            fix, mode, parameters = request.fix, request.mode, request.parameters
+        elif isinstance(request, RevertRequest):
+            fix, parameters = "revert", {"intervention_id": request.intervention_id}
+        elif request.action == "rollback":
+            fix, parameters = "rollback", {"snapshot": request.snapshot}
+        else:
+            fix = f"training:{request.action}"
+        return Intervention(
+            id=f"i{self._num_interventions}",
+            run_id=self._run_id,
+            fix=fix,
+            mode=mode,
+            parameters=tuple(ParameterValue(name=n, value=v) for n, v in sorted(parameters.items())),
+            requester=request.requester,
+            reason=request.reason,
+            state=InterventionState.PENDING,
+            requested_at_s=time.time(),
+        )
+
+    # ------------------------------------------------------------------ the training thread
+
+    def at_boundary(self, step: int) -> None:
+        """Between two steps: act, watch, save.
+
+        Raises:
+            TrainingStopped: If the training was asked to stop.
+        """
+        now = time.monotonic()
+        self._thread_id = threading.get_ident()
+        self._durations.append(now - self._last_boundary)
+        self._last_boundary = now
+        self._watch(step)
+        self._snapshots.take_if_due(step, healthy=self._recorder.num_open_warnings == 0)
+        while self._queue or self._paused is not None:
+            with self._wake:
+                while not self._queue and self._paused is not None and not self._closed:
+                    self._wake.wait()
+                queued = self._queue.popleft() if self._queue else None
+            if queued is None:
+                break
+            try:
+                queued.future.set_result(InterventionReply(intervention=self._carry_out(queued)))
+            except GradtracerError as error:
+                self._put(_ended(queued.intervention, InterventionState.REFUSED, self.step, str(error)))
+                queued.future.set_exception(error)
+        self._last_boundary = time.monotonic()
+        if self._stop:
+            raise TrainingStopped
+
+    def close(self) -> None:
+        """Refuse what still waits, and take nothing more."""
+        with self._wake:
+            self._closed = True
+            waiting = list(self._queue)
+            self._queue.clear()
+            self._wake.notify_all()
+        for queued in waiting:
+            self._put(_ended(queued.intervention, InterventionState.REFUSED, None, "the training ended before it"))
+            queued.future.set_exception(RunNotLive("the training ended before the next step boundary"))
+
+    def _carry_out(self, queued: _Queued) -> Intervention:
+        request = queued.request
+        try:
+            if isinstance(request, FixRequest):
+                done = self._fix(queued.intervention, get_fix(request.fix), queued.parameters, request.mode == "apply")
+            elif isinstance(request, RevertRequest):
+                done = self._revert(queued.intervention, request)
+            elif request.action == "rollback":
+                fix = get_fix("rollback")
+                done = self._fix(queued.intervention, fix, fix.parse({"snapshot": request.snapshot}), apply=True)
+            else:
+                done = self._training(queued.intervention, request)
+        except GradtracerError:
+            raise
+        except Exception:
+            # A fix that breaks must not take the training with it; the intervention says that it failed.
+            log.exception("the fix %s failed", queued.intervention.fix)
+            done = _ended(queued.intervention, InterventionState.FAILED, self.step, "it raised an error, see the log")
+        self._put(done)
+        return done
+
+    def _fix(self, asked: Intervention, fix: Fix[Any], parameters: Any, apply: bool) -> Intervention:
+        changes = tuple(fix.preview(self, parameters))
+        if not apply:
+            return asked.model_copy(
+                update={
+                    "state": InterventionState.PREVIEWED,
+                    "changes": changes,
+                    "outcome": "nothing was changed; mode='apply' does it",
+                }
+            )
+        saved = self.take_snapshot()
+        undo = fix.apply(self, parameters)
+        before = self._recent_losses(self.step)
+        median = statistics.median(before) if before else None
+        noise = statistics.median(abs(x - median) for x in before) if median is not None else 0.0
+        done = asked.model_copy(
+            update={
+                "state": InterventionState.APPLIED,
+                "changes": changes,
+                "applied_step": self.step,
+                "loss_before": median,
+                "snapshot": saved.name if saved else None,
+                "outcome": f"in force; watched for {WATCH_STEPS} steps, taken back by itself if the loss gets worse",
+            }
+        )
+        self._active[done.id] = _Active(done, undo, self.step + WATCH_STEPS, noise)
+        return done
+
+    def _revert(self, asked: Intervention, request: RevertRequest) -> Intervention:
+        active = self._active.get(request.intervention_id)
+        if active is None:
+            state = self._interventions[request.intervention_id].state.value
+            raise RunRefused(f"{request.intervention_id} is {state}: there is nothing to take back")
+        active.undo()
+        del self._active[request.intervention_id]
+        self._put(
+            _ended(active.intervention, InterventionState.REVERTED, self.step, f"taken back by {request.requester}")
+        )
+        return _ended(asked, InterventionState.KEPT, self.step, f"{request.intervention_id} was taken back")
+
+    def _training(self, asked: Intervention, request: TrainingRequest) -> Intervention:
+        if request.action == "pause":
+            if self._paused is not None:
+                raise RunRefused("the training is paused already; control_training resume lets it go on")
+            self._paused = asked.model_copy(
+                update={"state": InterventionState.APPLIED, "applied_step": self.step, "outcome": "paused"}
+            )
+            return self._paused
+        if request.action == "resume":
+            if self._paused is None:
+                raise RunRefused("the training is not paused")
+            self._put(_ended(self._paused, InterventionState.REVERTED, self.step, "resumed"))
+            self._paused = None
+            return _ended(asked, InterventionState.KEPT, self.step, "resumed")
+        saved = self.take_snapshot()
+        if request.action == "checkpoint":
+            if saved is None:
+                raise RunRefused("the state holds a non-finite number, so it is not saved")
+            path = self._snapshots.path(saved.name)
+            done = _ended(asked, InterventionState.KEPT, self.step, f"saved as {saved.name}: {os.fspath(path)}")
+        else:
+            self._stop, self._paused = True, None
+            name = saved.name if saved else "nothing, since the state is not finite"
+            done = _ended(asked, InterventionState.KEPT, self.step, f"stopped after this step; saved {name}")
+        return done.model_copy(update={"snapshot": saved.name if saved else None})
+
+    def _watch(self, step: int) -> None:
+        for active in list(self._active.values()):
+            if active.watch_until is None or step < active.watch_until:
+                continue
+            active.watch_until = None
+            applied, before = active.intervention.applied_step, active.intervention.loss_before
+            assert applied is not None
+            after = [x for s, x in self._capture.recent_losses if s >= applied]
+            finite = [x for x in after if x < float("inf")]
+            median = statistics.median(finite) if finite else None
+            watched = active.intervention.model_copy(update={"loss_after": median})
+            verdict = _verdict(before, median, active.noise, len(after) - len(finite))
+            if verdict is None:
+                active.intervention = _ended(watched, InterventionState.KEPT, step, _kept(before, median))
+                self._put(active.intervention)
+                continue
+            del self._active[active.intervention.id]
+            try:
+                active.undo()
+                if watched.snapshot is not None and watched.fix != "rollback":
+                    self._snapshots.restore(watched.snapshot)
+            except GradtracerError as error:
+                verdict = f"{verdict}; it could not be taken back: {error}"
+                self._put(_ended(watched, InterventionState.FAILED, step, verdict))
+                continue
+            self._put(_ended(watched, InterventionState.REVERTED, step, f"taken back by itself: {verdict}"))
+
+    def _recent_losses(self, before_step: int) -> list[float]:
+        recent = [x for s, x in self._capture.recent_losses if s < before_step and x < float("inf")]
+        return recent[-WATCH_STEPS:]
+
+    def _put(self, intervention: Intervention) -> None:
+        self._interventions[intervention.id] = intervention
+        self._recorder.put_intervention(intervention)
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _ended(intervention: Intervention, state: InterventionState, step: int | None, outcome: str) -> Intervention:
+    return intervention.model_copy(update={"state": state, "ended_step": step, "outcome": outcome})
+
+
+def _verdict(before: float | None, after: float | None, noise: float, num_non_finite: int) -> str | None:
+    """Why an intervention made things worse; None where it did not."""
+    if after is None:
+        return f"the loss was not finite in all {num_non_finite} steps after it"
+    if before is not None and after > before + _WORSE_DEVIATIONS * max(noise, 1e-3 * abs(before)):
+        return f"the median loss rose from {before:.4g} to {after:.4g}"
+    return None
+
+
+def _kept(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "kept: the loss is finite"
+    return f"kept: the median loss went from {before:.4g} to {after:.4g}"
