@@ -24,7 +24,7 @@ from mcp import Client, StdioServerParameters
 from mcp_types import TextContent
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gradtracer import schemas
@@ -98,11 +98,15 @@ class Conversation:
             DemoFailed: If the tool answers with an error.
         """
         self.num_calls += 1
+        called = time.monotonic()
         if show:
-            shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
-            stamp = f"{time.monotonic() - self._started:5.1f} s  "
-            self._console.print(Text.assemble((stamp, "dim"), (tool, "bold cyan"), f"({shown})"))
+            # Every call names the run; once is enough to read.
+            shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items() if name != "run_id")
+            call = Text.assemble((tool, "bold cyan"), f"({shown})")
+            self._line(Text(f"{called - self._started:5.1f} s", "dim"), call)
         result = await self._client.call_tool(tool, arguments)
+        if show and (took := time.monotonic() - called) > 1:
+            self.answer(Text(f"after {took:.1f} s", "dim"))
         if result.is_error:
             text = " ".join(block.text for block in result.content if isinstance(block, TextContent))
             raise DemoFailed(f"{tool} failed: {text}")
@@ -110,11 +114,18 @@ class Conversation:
 
     def answer(self, text: str | Text) -> None:
         """Print the gist of the last answer."""
-        self._console.print(Text.assemble("         ↳ ", text))
+        self._line(Text("↳", "dim"), text)
 
     def think(self, text: str) -> None:
         """Print what the agent makes of it."""
-        self._console.print(Text(f"\n{text}", style="italic"))
+        self._console.print()
+        self._line("", Text(text, "italic"))
+
+    def _line(self, left: str | Text, right: str | Text) -> None:
+        grid = Table.grid(Column(width=8, justify="right"), Column(), padding=(0, 1))
+        # A str would be read as markup, and the right side holds what came from the run.
+        grid.add_row(left, Text(right) if isinstance(right, str) else right)
+        self._console.print(grid)
 
 
 class Trainings:
@@ -279,7 +290,8 @@ class Agent:
         onset = first.applied_step if cause.onset_step is None else cause.onset_step
         healthy = statistics.median((await self._losses(max(0, onset - 100), onset - 1)) or [0.0])
         sick = (await self._losses(onset, first.applied_step)) or [float("inf")]
-        now = await self._losses(latest.applied_step + 1, None, show=True)
+        now = await self._losses(latest.applied_step + 1)
+        await self._losses(max(0, onset - 100), show=True)
         if not now:
             return False
         back = statistics.median(now[-NUM_JUDGED:])
@@ -298,9 +310,9 @@ class Agent:
                 if (status.step is not None and status.step >= step) or status.state is not RunState.RUNNING:
                     return
                 self._trainings.check()
-                await anyio.sleep(0.25)
+                await anyio.sleep(0.5)
 
-    async def _losses(self, first: int, last: int | None, *, show: bool = False) -> list[float]:
+    async def _losses(self, first: int, last: int | None = None, *, show: bool = False) -> list[float]:
         """Finite losses of steps `first` to `last`."""
         answer = await self._talk.call(
             "get_metrics",
@@ -308,13 +320,13 @@ class Agent:
             run_id=self.run_id,
             signals=["loss"],
             first_step=first,
-            last_step=last,
+            **({} if last is None else {"last_step": last}),
             max_points=200,
         )
         series = MetricsAnswer.model_validate(answer).series
         losses = [point.value for one in series for point in one.points]
         if show and losses:
-            self._talk.answer(Text.assemble("loss ", (sparkline(losses, 50), "cyan")))
+            self._talk.answer(Text.assemble("loss ", (sparkline(losses, 50), "cyan"), f" from step {first} to now"))
         return [loss for loss in losses if loss is not None]
 
     async def _status(self) -> RunStatus:
@@ -371,8 +383,8 @@ def run_demo(home: Path | None, console: Console, training_options: Sequence[str
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     console.print(Rule("An agent mends a training run", style="cyan"))
     console.print(
-        "A small network learns handwritten digits in a process of its own; a mistake in its schedule will ruin it. "
-        "The agent speaks MCP over stdio with gradtracer-mcp, and knows of the run only what its tools tell. "
+        "A small network learns handwritten digits in a process of its own; a mistake in its schedule will ruin it.\n"
+        "The agent speaks MCP over stdio with gradtracer-mcp, and knows of the run only what its tools say.\n"
         "A twin trains beside it, same seed and same mistake, and nobody helps it.\n"
     )
     outcome = anyio.run(converse, home, console, training_options)
