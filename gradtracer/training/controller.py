@@ -24,18 +24,18 @@ from gradtracer.control import (
     FixRequest,
     InterventionReply,
     LiveStatus,
-    Refusal,
     Reply,
     RevertRequest,
     TrainingRequest,
 )
-from gradtracer.errors import BadParameter, GradtracerError, UnknownFix
+from gradtracer.errors import GradtracerError, RunNotLive, RunRefused, UnknownIntervention
 from gradtracer.fixes import Fix, SnapshotInfo, Undo, get_fix
 from gradtracer.records import Intervention, InterventionState, ParameterValue, Severity, Stall
 from gradtracer.training.capture import Capture
-from gradtracer.training.control_server import Submission, training_stack
+from gradtracer.training.control_server import Submission
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.snapshots import SnapshotStore
+from gradtracer.training.stack import training_stack
 
 log = logging.getLogger("gradtracer")
 
@@ -191,30 +191,28 @@ class Controller:
         """Write everything captured so far."""
         self._recorder.flush(2.0)
 
-    def submit(self, request: FixRequest | RevertRequest | TrainingRequest) -> Submission | Refusal:
-        """Check a request and queue it for the next step boundary."""
+    def submit(self, request: FixRequest | RevertRequest | TrainingRequest) -> Submission:
+        """Check a request and queue it for the next step boundary.
+
+        Raises:
+            UnknownFix: If there is no such fix.
+            BadParameter: If a parameter cannot be used.
+            UnknownIntervention: If there is nothing of this id to revert.
+            RunRefused: If this training cannot be steered.
+            RunNotLive: If it has ended.
+        """
         if _num_ranks() > 1:
-            return Refusal(
-                code="not_now",
-                message="this training runs on several ranks, and a change on one of them would drive the replicas "
-                "apart; steering of distributed runs is not available in this version",
+            raise RunRefused(
+                "this training runs on several ranks, and a change on one of them would drive the replicas apart; "
+                "steering of distributed runs is not available in this version"
             )
-        parameters: Any = None
-        if isinstance(request, FixRequest):
-            try:
-                parameters = get_fix(request.fix).parse(request.parameters)
-            except UnknownFix as error:
-                return Refusal(code="unknown_fix", message=str(error))
-            except BadParameter as error:
-                return Refusal(code="bad_parameter", message=str(error))
+        parameters = get_fix(request.fix).parse(request.parameters) if isinstance(request, FixRequest) else None
         if isinstance(request, RevertRequest) and request.intervention_id not in self._interventions:
             known = ", ".join(self._interventions) or "none yet"
-            return Refusal(
-                code="unknown_intervention", message=f"no intervention {request.intervention_id!r}; there are: {known}"
-            )
+            raise UnknownIntervention(f"no intervention {request.intervention_id!r}; there are: {known}")
         with self._wake:
             if self._closed:
-                return Refusal(code="not_now", message="the training has ended")
+                raise RunNotLive("the training has ended")
             self._num_interventions += 1
             queued = _Queued(request, self._new_intervention(request), Future(), parameters)
             self._queue.append(queued)
@@ -265,7 +263,11 @@ class Controller:
                 queued = self._queue.popleft() if self._queue else None
             if queued is None:
                 break
-            queued.future.set_result(self._carry_out(queued))
+            try:
+                queued.future.set_result(InterventionReply(intervention=self._carry_out(queued)))
+            except GradtracerError as error:
+                self._put(_ended(queued.intervention, InterventionState.REFUSED, self.step, str(error)))
+                queued.future.set_exception(error)
         self._last_boundary = time.monotonic()
         if self._stop:
             raise TrainingStopped
@@ -279,11 +281,9 @@ class Controller:
             self._wake.notify_all()
         for queued in waiting:
             self._put(_ended(queued.intervention, InterventionState.REFUSED, None, "the training ended before it"))
-            queued.future.set_result(
-                Refusal(code="not_now", message="the training ended before the next step boundary")
-            )
+            queued.future.set_exception(RunNotLive("the training ended before the next step boundary"))
 
-    def _carry_out(self, queued: _Queued) -> Reply:
+    def _carry_out(self, queued: _Queued) -> Intervention:
         request = queued.request
         try:
             if isinstance(request, FixRequest):
@@ -295,16 +295,14 @@ class Controller:
                 done = self._fix(queued.intervention, fix, fix.parse({"snapshot": request.snapshot}), apply=True)
             else:
                 done = self._training(queued.intervention, request)
-        except GradtracerError as error:
-            self._put(_ended(queued.intervention, InterventionState.REFUSED, self.step, str(error)))
-            code = "bad_parameter" if isinstance(error, BadParameter) else "not_now"
-            return Refusal(code=code, message=str(error))
+        except GradtracerError:
+            raise
         except Exception:
             # A fix that breaks must not take the training with it; the intervention says that it failed.
             log.exception("the fix %s failed", queued.intervention.fix)
             done = _ended(queued.intervention, InterventionState.FAILED, self.step, "it raised an error, see the log")
         self._put(done)
-        return InterventionReply(intervention=done)
+        return done
 
     def _fix(self, asked: Intervention, fix: Fix[Any], parameters: Any, apply: bool) -> Intervention:
         changes = tuple(fix.preview(self, parameters))
@@ -338,7 +336,7 @@ class Controller:
         active = self._active.get(request.intervention_id)
         if active is None:
             state = self._interventions[request.intervention_id].state.value
-            raise GradtracerError(f"{request.intervention_id} is {state}: there is nothing to take back")
+            raise RunRefused(f"{request.intervention_id} is {state}: there is nothing to take back")
         active.undo()
         del self._active[request.intervention_id]
         self._put(
@@ -349,21 +347,21 @@ class Controller:
     def _training(self, asked: Intervention, request: TrainingRequest) -> Intervention:
         if request.action == "pause":
             if self._paused is not None:
-                raise GradtracerError("the training is paused already; control_training resume lets it go on")
+                raise RunRefused("the training is paused already; control_training resume lets it go on")
             self._paused = asked.model_copy(
                 update={"state": InterventionState.APPLIED, "applied_step": self.step, "outcome": "paused"}
             )
             return self._paused
         if request.action == "resume":
             if self._paused is None:
-                raise GradtracerError("the training is not paused")
+                raise RunRefused("the training is not paused")
             self._put(_ended(self._paused, InterventionState.REVERTED, self.step, "resumed"))
             self._paused = None
             return _ended(asked, InterventionState.KEPT, self.step, "resumed")
         saved = self.take_snapshot()
         if request.action == "checkpoint":
             if saved is None:
-                raise GradtracerError("the state holds a non-finite number, so it is not saved")
+                raise RunRefused("the state holds a non-finite number, so it is not saved")
             path = self._snapshots.path(saved.name)
             done = _ended(asked, InterventionState.KEPT, self.step, f"saved as {saved.name}: {os.fspath(path)}")
         else:

@@ -192,7 +192,7 @@ def _random_state() -> dict[str, Any]:
         import numpy as np  # the user may not use it; its global state matters only where somebody imported it
 
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state["numpy"] = [name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+        state["numpy"] = [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached]
     return state
 
 
@@ -206,4 +206,4 @@ def _set_random_state(state: dict[str, Any]) -> None:
         import numpy as np
 
         name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))  # pyright: ignore
+        np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
