@@ -316,12 +316,16 @@ class Journal:
             (first, _upper(last)),
         )
         for step, look_back, layout_id, numbers in rows:
-            with self._errors():
-                layout = self._layout(layout_id)
-                values = _unpack(numbers, "<f4")
-                if len(values) != len(layout.columns):
-                    raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
-            yield step, LayerTable(layout, values, look_back=bool(look_back))
+            yield step, self._table(step, look_back, layout_id, numbers)
+
+    def newest_table(self, at_or_before: int | None = None) -> tuple[int, LayerTable] | None:
+        """The newest layer table at or before a step (the newest of all by default) that is no look-back table."""
+        rows = self._all(
+            "SELECT step, look_back, layout, numbers FROM tables WHERE step <= ? AND NOT look_back "
+            "ORDER BY step DESC, rowid DESC LIMIT 1",
+            (_upper(at_or_before),),
+        )
+        return next(((row[0], self._table(*row)) for row in rows), None)
 
     def table_steps(self) -> list[int]:
         """Steps that have a layer table, ascending."""
@@ -383,6 +387,14 @@ class Journal:
         with self._errors():
             steps, times, numbers = _unpack_block(*rows[0])
             return int(steps[-1]), float(times[-1]), float(numbers[-1, 0])
+
+    def _table(self, step: int, look_back: int, layout_id: int, numbers: bytes) -> LayerTable:
+        with self._errors():
+            layout = self._layout(layout_id)
+            values = _unpack(numbers, "<f4")
+            if len(values) != len(layout.columns):
+                raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
+            return LayerTable(layout, values, look_back=bool(look_back))
 
     def _layout(self, layout_id: int) -> Layout:
         if layout_id not in self._layouts:

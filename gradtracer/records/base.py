@@ -7,7 +7,7 @@ import re
 import unicodedata
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 NAME_LENGTH = 256
 TEXT_LENGTH = 4_000
@@ -72,3 +72,12 @@ class Document(Record):
     """Whether it may leave the machine; then its schema is in ``schemas/``."""
 
     schema_version: Literal["1"] = "1"
+
+
+class Answer(Document):
+    """A document that answers a question: it may have been shortened, and it says what to ask next."""
+
+    next_steps: tuple[Text, ...] = Field(default=(), description="What to ask or do next.")
+    left_out: tuple[Text, ...] = Field(
+        default=(), description="What was left out to keep the answer short, and how to get it."
+    )
