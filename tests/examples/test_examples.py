@@ -22,7 +22,12 @@ def test_there_are_examples() -> None:
 def test_example_shows_what_it_claims(program: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(program)],
-        env={**os.environ, "GRADTRACER_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "GRADTRACER_HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(EXAMPLES.parent),
+        },
         capture_output=True,
         text=True,
     )
