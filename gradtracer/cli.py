@@ -30,7 +30,6 @@ from gradtracer.errors import (
     AmbiguousRun,
     GradtracerError,
     InvalidDocument,
-    RunUnavailable,
     UnknownRun,
     Untrusted,
     UsageError,
@@ -53,9 +52,8 @@ from gradtracer.workspace import Workspace
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NO_SUCH_RUN = 3
-EXIT_UNAVAILABLE = 4
-EXIT_UNTRUSTED = 5
-EXIT_INVALID = 6
+EXIT_UNTRUSTED = 4
+EXIT_INVALID = 5
 
 # The workspace speaks to agents, so its messages name tools; a person at a shell has these commands instead.
 _COMMAND_OF_TOOL = {
@@ -103,8 +101,6 @@ def _exit_code(error: GradtracerError) -> int:
         return EXIT_INVALID
     if isinstance(error, UsageError):
         return EXIT_USAGE
-    if isinstance(error, RunUnavailable):
-        return EXIT_UNAVAILABLE
     return EXIT_UNTRUSTED if isinstance(error, Untrusted) else EXIT_FAILED
 
 
@@ -159,9 +155,8 @@ def _gradtracer(
       1  `demo` did not mend its run
       2  the command line is wrong
       3  no such run, or more than one to choose from
-      4  the run's process is gone or did not answer
-      5  what lies on disk cannot be trusted or read
-      6  `validate`: the document is not valid
+      4  what lies on disk cannot be trusted or read
+      5  `validate`: the document is not valid
     """
 
 

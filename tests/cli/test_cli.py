@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
+from mcp import Client, StdioServerParameters
 from typer.testing import CliRunner, Result
 
 from gradtracer.cli import app, sparkline
@@ -181,19 +183,19 @@ def test_an_ambiguous_run_is_exit_code_3_and_the_candidates_are_named(tmp_path: 
     assert all(run_id in line for run_id in run_ids)
 
 
-def test_a_run_open_to_others_is_exit_code_5(tmp_path: Path) -> None:
+def test_a_run_open_to_others_is_exit_code_4(tmp_path: Path) -> None:
     run_id = make_run(tmp_path)
     run_directory(tmp_path, run_id).chmod(0o755)
     result = gradtracer("status", run_id, home=tmp_path)
-    assert result.exit_code == 5
+    assert result.exit_code == 4
     assert "chmod go-rwx" in only_error_line(result)
 
 
-def test_a_damaged_journal_is_exit_code_5(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_exit_code_4(tmp_path: Path) -> None:
     run_id = make_run(tmp_path)
     (run_directory(tmp_path, run_id) / JOURNAL_NAME).write_bytes(b"no database " * 1000)
     result = gradtracer("status", run_id, home=tmp_path)
-    assert result.exit_code == 5
+    assert result.exit_code == 4
     only_error_line(result)
 
 
@@ -201,15 +203,15 @@ def test_a_damaged_journal_is_exit_code_5(tmp_path: Path) -> None:
     "text",
     ["", "{}", "[]", "{", "<report/>", '<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><x>&e;</x>', "prose"],
 )
-def test_an_invalid_document_is_exit_code_6(text: str) -> None:
+def test_an_invalid_document_is_exit_code_5(text: str) -> None:
     result = gradtracer("validate", "-", stdin=text)
-    assert result.exit_code == 6
+    assert result.exit_code == 5
     only_error_line(result)
 
 
-def test_a_document_that_is_not_text_is_exit_code_6(tmp_path: Path) -> None:
+def test_a_document_that_is_not_text_is_exit_code_5(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
-    assert gradtracer("validate", tmp_path / "x.json").exit_code == 6
+    assert gradtracer("validate", tmp_path / "x.json").exit_code == 5
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_help_lists_commands_and_exit_codes() -> None:
     text = gradtracer("--help").stdout
     for command in ("runs", "status", "watch", "explain", "report", "validate", "mcp", "demo"):
         assert command in text
-    assert "6  `validate`: the document is not valid" in text
+    assert "5  `validate`: the document is not valid" in text
 
 
 @pytest.mark.parametrize(
@@ -285,3 +287,20 @@ def test_the_command_line_needs_no_torch(tmp_path: Path) -> None:
             [sys.executable, "-c", program, *command, "--home", str(tmp_path)], capture_output=True, text=True
         )
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_mcp_serves_the_home_that_was_named(tmp_path: Path) -> None:
+    run_id = make_run(tmp_path)
+
+    async def ask(*options: str) -> tuple[str, set[str]]:
+        arguments = ["-m", "gradtracer", "mcp", "--home", str(tmp_path), *options]
+        async with Client(StdioServerParameters(command=sys.executable, args=arguments, cwd=Path.cwd())) as client:
+            runs = (await client.call_tool("list_runs", {})).structured_content
+            assert runs is not None
+            return runs["runs"][0]["run_id"], {tool.name for tool in (await client.list_tools()).tools}
+
+    found, every = anyio.run(ask)
+    assert found == run_id
+    _, reading = anyio.run(ask, "--read-only")
+    assert every - reading == {"apply_autofix", "revert_intervention", "control_training"}
