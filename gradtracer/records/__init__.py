@@ -11,7 +11,7 @@ from gradtracer.records.answers import (
     RunNotice,
     WaitAnswer,
 )
-from gradtracer.records.base import Answer, Document, Name, Record, Text, clean, clean_name, finite
+from gradtracer.records.base import Answer, Document, LongText, Name, Record, Text, clean, clean_name, finite
 from gradtracer.records.event import Measure, SemanticEvent, Severity
 from gradtracer.records.fix import (
     Change,
@@ -70,6 +70,7 @@ __all__ = [
     "LayerStat",
     "LayerStats",
     "LayerStatsAnswer",
+    "LongText",
     "Measure",
     "MetricSeries",
     "MetricsAnswer",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gradtracer.records.base import Answer, Name, Record, Text
+from gradtracer.records.base import Answer, LongText, Name, Record, Text
 from gradtracer.records.event import SemanticEvent
 from gradtracer.records.fix import FixInfo
 from gradtracer.records.hypothesis import FixSuggestion
@@ -99,4 +99,4 @@ class ReportAnswer(Answer):
     kind: Literal["report_answer"] = "report_answer"
     run_id: Name
     format: Literal["json", "xml", "markdown"]
-    text: str = Field(description="The whole report in that format.")
+    text: LongText = Field(description="The whole report in that format.")
