@@ -154,7 +154,7 @@ class ControlClient:
                 connection.sendall(line)
                 with connection.makefile("rb") as stream:
                     answer = stream.readline(MAX_LINE_BYTES + 1)
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:  # The latter where its backlog is full.
             raise RunDidNotAnswer(
                 f"run {manifest.run_id} did not answer within {timeout_s:g} s. Its process may be stopped or swapped "
                 "out; get_run_status shows what it last recorded"

@@ -140,7 +140,11 @@ def list_run_directories(home: Path) -> list[Path]:
         return []
     for directory in entries:
         if _RUN_ID.fullmatch(directory.name):
-            # No manifest yet, removed in this moment, or a folder that is closed to us: nothing to show.
-            with suppress(OSError):
-                found.append(((directory / MANIFEST_NAME).lstat().st_mtime, directory.name, directory))
+            try:
+                changed_s = (directory / MANIFEST_NAME).lstat().st_mtime
+            except PermissionError:
+                changed_s = 0.0  # closed to us: last, for `read_manifest` to say why it is not read
+            except OSError:
+                continue  # no manifest yet, or removed in this moment
+            found.append((changed_s, directory.name, directory))
     return [directory for _, _, directory in sorted(found, reverse=True)]

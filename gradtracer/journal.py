@@ -9,7 +9,7 @@ Numbers are float32 (steps int64, times float64), little-endian, coded as `gradt
 by writing the first bytes of all its numbers, then all second bytes, and so on, and deflating that: signs and exponents
 of like numbers are alike, mantissas are noise. Steps, and times by their bit patterns, are first replaced by their
 differences. The Adler-32 checksum of the deflated stream tells a damaged array from a whole one. Measured on noise of
-the spread of real gradients, that is 87 % of the plain size for layer tables, and a third for blocks.
+the spread of real gradients, that is 85 % of the plain size for layer tables, and a third for blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gradtracer.samples import LayerTable, Layout, Sample
 
 JOURNAL_NAME = "journal.sqlite"
 # Large enough to compress and to scan quickly; the newest block is rewritten at each commit until it is full, so small
-# enough that this stays within two database pages.
+# enough that this stays within a few kilobytes.
 BLOCK_STEPS = 256
 RUN_COLUMNS = ("loss", "grad_norm", "learning_rate", "step_time_s", "num_non_finite_grads")
 
@@ -82,6 +82,9 @@ class JournalWriter:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=busy_timeout_s)
         try:
+            # Layer tables are rows of several kilobytes, and what they leave of a page is lost: up to a quarter of the
+            # file with the default of 4096. A commit writes less, too.
+            self._db.execute("PRAGMA page_size=1024")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             migrate(self._db)
@@ -222,7 +225,11 @@ def _version(db: sqlite3.Connection) -> int:
 
 def _pack(array: NDArray[Any]) -> bytes:
     by_byte = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T
-    return zlib.compress(by_byte.tobytes(), 6)
+    # Runs and symbol frequencies are all that noise offers; the flush gives the bytes of each place a code of their
+    # own. Both together take 6 % less than plain deflate.
+    stream = zlib.compressobj(6, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
+    places = [stream.compress(place.tobytes()) + stream.flush(zlib.Z_PARTIAL_FLUSH) for place in by_byte]
+    return b"".join(places) + stream.flush()
 
 
 def _unpack(blob: bytes, dtype: str) -> NDArray[Any]:
@@ -316,12 +323,16 @@ class Journal:
             (first, _upper(last)),
         )
         for step, look_back, layout_id, numbers in rows:
-            with self._errors():
-                layout = self._layout(layout_id)
-                values = _unpack(numbers, "<f4")
-                if len(values) != len(layout.columns):
-                    raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
-            yield step, LayerTable(layout, values, look_back=bool(look_back))
+            yield step, self._table(step, look_back, layout_id, numbers)
+
+    def newest_table(self, at_or_before: int | None = None) -> tuple[int, LayerTable] | None:
+        """The newest layer table at or before a step (the newest of all by default) that is no look-back table."""
+        rows = self._all(
+            "SELECT step, look_back, layout, numbers FROM tables WHERE step <= ? AND NOT look_back "
+            "ORDER BY step DESC, rowid DESC LIMIT 1",
+            (_upper(at_or_before),),
+        )
+        return next(((row[0], self._table(*row)) for row in rows), None)
 
     def table_steps(self) -> list[int]:
         """Steps that have a layer table, ascending."""
@@ -383,6 +394,14 @@ class Journal:
         with self._errors():
             steps, times, numbers = _unpack_block(*rows[0])
             return int(steps[-1]), float(times[-1]), float(numbers[-1, 0])
+
+    def _table(self, step: int, look_back: int, layout_id: int, numbers: bytes) -> LayerTable:
+        with self._errors():
+            layout = self._layout(layout_id)
+            values = _unpack(numbers, "<f4")
+            if len(values) != len(layout.columns):
+                raise ValueError(f"the layer table of step {step} has {len(values)} numbers")
+            return LayerTable(layout, values, look_back=bool(look_back))
 
     def _layout(self, layout_id: int) -> Layout:
         if layout_id not in self._layouts:

@@ -19,7 +19,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from lxml import etree
 from pydantic import ValidationError
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import WithDefaultSchema
 
 from gradtracer import xml
 from gradtracer.errors import InvalidDocument
@@ -36,6 +37,14 @@ _TOOLS_MODULE = "mcp_server.tools"
 
 
 class _Schema(GenerateJsonSchema):
+    """The schema of what is written: every field is there, so there is nothing to say about defaults."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return True
+
+    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False  # "Run Id" for run_id tells a reader nothing
 
@@ -138,9 +147,9 @@ def validate(text: str | bytes) -> Document:
     Raises:
         InvalidDocument: If it is not valid; the message says where and why.
     """
+    if len(text) > xml.MAX_BYTES:
+        raise InvalidDocument(f"expected at most {xml.MAX_BYTES} bytes, got {len(text)}")
     if isinstance(text, bytes):
-        if len(text) > xml.MAX_BYTES:
-            raise InvalidDocument(f"expected at most {xml.MAX_BYTES} bytes, got {len(text)}")
         try:
             text = text.decode("utf-8-sig")
         except UnicodeDecodeError as error:

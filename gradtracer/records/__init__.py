@@ -1,6 +1,17 @@
 """What is stored and sent: frozen pydantic models, one subject a file."""
 
-from gradtracer.records.base import Document, Name, Record, Text, clean, clean_name, finite
+from gradtracer.records.answers import (
+    EventPage,
+    FixList,
+    LayerStatsAnswer,
+    MetricsAnswer,
+    RankedSuggestion,
+    ReportAnswer,
+    RunList,
+    RunNotice,
+    WaitAnswer,
+)
+from gradtracer.records.base import Answer, Document, LongText, Name, Record, Text, clean, clean_name, finite
 from gradtracer.records.event import Measure, SemanticEvent, Severity
 from gradtracer.records.fix import (
     Change,
@@ -38,14 +49,17 @@ from gradtracer.records.run import (
 
 __all__ = [
     "Address",
+    "Answer",
     "CaptureNotice",
     "CausalHypothesis",
     "Change",
     "Diagnosis",
     "DiagnosticReport",
     "Document",
+    "EventPage",
     "Evidence",
     "FixInfo",
+    "FixList",
     "FixSuggestion",
     "GradientHealth",
     "GradientThresholds",
@@ -55,8 +69,11 @@ __all__ = [
     "LayerInfo",
     "LayerStat",
     "LayerStats",
+    "LayerStatsAnswer",
+    "LongText",
     "Measure",
     "MetricSeries",
+    "MetricsAnswer",
     "ModelDescription",
     "Name",
     "NonFiniteOrigin",
@@ -67,8 +84,12 @@ __all__ = [
     "ParameterScalar",
     "ParameterValue",
     "Point",
+    "RankedSuggestion",
     "Record",
+    "ReportAnswer",
+    "RunList",
     "RunManifest",
+    "RunNotice",
     "RunState",
     "RunStatus",
     "RunSummary",
@@ -80,6 +101,7 @@ __all__ = [
     "TcpAddress",
     "Text",
     "UnixAddress",
+    "WaitAnswer",
     "clean",
     "clean_name",
     "finite",

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 NAME_LENGTH = 256
 TEXT_LENGTH = 4_000
@@ -25,18 +25,18 @@ _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe0
 _TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
-def clean(text: str, length: int = TEXT_LENGTH) -> str:
+def clean(text: str, length: int | None = TEXT_LENGTH) -> str:
     """Text from the user's program, made harmless: it is data, never instructions.
 
     Terminal sequences, control, bidirectional, invisible, private-use and unassigned characters and lone surrogates
-    are dropped (newline and tab stay), and what is longer than `length` characters is cut and ends in an ellipsis.
+    are dropped (newline and tab stay). What is longer than `length` characters is cut and ends in an ellipsis.
     """
     if text.isascii() and text.isprintable():
         kept = text
     else:
         text = _INVISIBLE.sub("", _TERMINAL_SEQUENCE.sub("", text))
         kept = "".join(c for c in text if c in _KEPT or unicodedata.category(c) not in _DROPPED_CATEGORIES)
-    return kept if len(kept) <= length else kept[: length - 1] + "…"
+    return kept if length is None or len(kept) <= length else kept[: length - 1] + "…"
 
 
 def clean_name(text: str) -> str:
@@ -49,6 +49,9 @@ Name = Annotated[str, AfterValidator(clean_name)]
 
 Text = Annotated[str, AfterValidator(clean)]
 """Free text: lines, cleaned, capped."""
+
+LongText = Annotated[str, AfterValidator(lambda text: clean(text, None))]
+"""Text that this package wrote itself, cleaned and of any length: a rendered report, say."""
 
 
 def finite(value: float | None) -> float | None:
@@ -72,3 +75,12 @@ class Document(Record):
     """Whether it may leave the machine; then its schema is in ``schemas/``."""
 
     schema_version: Literal["1"] = "1"
+
+
+class Answer(Document):
+    """A document that answers a question: it may have been shortened, and it says what to ask next."""
+
+    next_steps: tuple[Text, ...] = Field(default=(), description="What to ask or do next.")
+    left_out: tuple[Text, ...] = Field(
+        default=(), description="What was left out to keep the answer short, and how to get it."
+    )

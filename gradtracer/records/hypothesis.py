@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gradtracer.records.base import Document, Name, Record, Text
+from gradtracer.records.base import Answer, Name, Record, Text
 from gradtracer.records.event import Measure
 from gradtracer.records.fix import ParameterValue
 
@@ -61,7 +61,7 @@ class CausalHypothesis(Record):
     )
 
 
-class Diagnosis(Document):
+class Diagnosis(Answer):
     """The ranked answer to: why does this run fail?"""
 
     kind: Literal["diagnosis"] = "diagnosis"

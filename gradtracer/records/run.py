@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gradtracer.records.base import Document, Name, Record, Text
+from gradtracer.records.base import Answer, Document, Name, Record, Text
 from gradtracer.records.event import SemanticEvent
 
 
@@ -89,7 +89,7 @@ class Stall(Record):
     stack: Text = Field(default="", description="Where the training thread stands, innermost call last.")
 
 
-class RunStatus(Document):
+class RunStatus(Answer):
     """How a run stands now."""
 
     kind: Literal["run_status"] = "run_status"
@@ -111,4 +111,3 @@ class RunStatus(Document):
     active_fixes: tuple[Name, ...] = Field(default=(), description="Ids of interventions in force.")
     stall: Stall | None = None
     error: Text | None = None
-    next_steps: tuple[Text, ...] = ()

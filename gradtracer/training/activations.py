@@ -40,6 +40,14 @@ class ForwardPass:
     """For each output of a watched module: its name, the tensor (kept so that its id stays its own), feature axis."""
     num_calls: dict[str, int] = field(default_factory=dict)
 
+    def joined_with(self, later: ForwardPass) -> ForwardPass:
+        """Both passes as one; where a layer ran in both, the first counts."""
+        return ForwardPass(
+            {**self.scalars, **later.scalars, **self.scalars},
+            {**later.fed_by, **self.fed_by},
+            {**later.types, **self.types},
+        )
+
 
 class ActivationCapture:
     """Reads activations of the next forward pass with gradients in the thread that armed it.
@@ -64,7 +72,7 @@ class ActivationCapture:
 
     def arm(self) -> None:
         """Read from now until `disarm`."""
-        if self._handle is None:
+        if self._handle is None and self._names:
             self._thread = threading.get_ident()
             self._handle = register_module_forward_hook(self._after_forward)
 

@@ -74,6 +74,10 @@ class _OpenStep:
     step_time_s: float = MISSING
     loss: float | Tensor = MISSING
 
+    def take(self, forward: ForwardPass) -> None:
+        """Add what a forward pass showed."""
+        self.forward = forward if self.forward is None else self.forward.joined_with(forward)
+
     def forget_update(self) -> None:
         """Drop what was read of gradients and updates."""
         for readings in (
@@ -155,6 +159,8 @@ class Capture:
         self.activation_types: dict[str, str] = {}
         self._recent: deque[tuple[int, np.ndarray]] = deque(maxlen=_LOOK_BACK)
         self._tabled: deque[int] = deque(maxlen=4 * _LOOK_BACK)
+        self._new_losses: list[Tensor] = []
+        """Losses of backward calls since the last update."""
         self._last_gradients: dict[int, Tensor] = {}
         self._weights_before: list[Tensor] = []
         self._weights_index: list[int] = []
@@ -190,7 +196,7 @@ class Capture:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = True
         value = unscaled.detach()
-        self._open.losses.append(value)
+        self._new_losses.append(value)
         if value.device.type == "cpu":
             finite = math.isfinite(value.item())
             if not finite and self._loss_was_finite and loss.grad_fn is not None:
@@ -236,6 +242,11 @@ class Capture:
             with torch.no_grad():
                 self._read_update()
         self._open.updated.append(id(optimizer))
+        self._take_losses()
+        if self.explicit is None and self.activations.armed:
+            # Whether this update ends the step is known at the next one, whose forward pass comes first.
+            self._open.take(self.activations.disarm())
+            self.activations.arm()
         if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
             self._end(MISSING, run_commands=True)
 
@@ -335,14 +346,20 @@ class Capture:
         done = self._open
         now = time.perf_counter()
         done.time_s, done.step_time_s, self._last_end = time.time(), now - self._last_end, now
+        if run_commands:  # otherwise the next step's backward has run already
+            self._take_losses()
         if isinstance(loss, Tensor) or not math.isnan(loss):
             done.loss = loss
         elif done.losses:
             # What the update follows is the sum over the backward calls: accumulated losses are parts of one objective.
             done.loss = done.losses[0] if len(done.losses) == 1 else torch.stack([x.float() for x in done.losses]).sum()
         self._updates_per_step = max(self._updates_per_step, len(done.updated))
-        if self.activations.armed:
-            done.forward = self.activations.disarm()
+        belongs_to_next = not run_commands and done.forward is not None
+        if self.activations.armed and not belongs_to_next:
+            passed = self.activations.disarm()
+            if done.forward is None:
+                done.take(passed)
+        if done.forward is not None:
             self._learn_forward_order(done.forward)
         self._waiting.append(done)
         if not self._on_device:
@@ -357,6 +374,10 @@ class Capture:
         if run_commands:
             self._on_step_end(done.step)
         self._begin(done.step + 1)
+
+    def _take_losses(self) -> None:
+        self._open.losses += self._new_losses
+        self._new_losses = []
 
     def _learn_forward_order(self, forward: ForwardPass) -> None:
         if len(forward.scalars) > len(self.forward_order):
