@@ -21,7 +21,8 @@ _UNIT_ROWS = ("Linear", "Conv")
 class _Watched:
     """The share of dead units of one layer, over the sampled steps."""
 
-    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=16))
+    recent: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=16))
+    """Step, share of dead units, share of zeros in the output."""
     after_injury: float = math.inf
     """Share after the last sudden rise; infinity where there was none."""
 
@@ -42,16 +43,19 @@ class DeadUnits(Detector):
         d, the share of units that put out nothing in all rows read lately; z, the share of zeros in the output of this
         step; r, the share of output units of the feeding layer whose gradient is exactly zero. No units.
         dead: d >= 0.99 or z = 1. dying: d >= 0.5 after a rise by at least 0.3 within 10 steps (or from one sampled step
-        to the next), and the loss has given up at least half of what it had gained. In both r, where it was recorded,
-        must be at least d - 0.1. Where the rectifier is a function and no module, r stands for d, and the output of the
-        layer must be negative: its mean plus two standard deviations for dead, its mean for dying; the last layer is
-        left out, and of several the one nearest to the output is named, since a dead layer silences those before it.
+        to the next), z with it by 0.15, and the loss has given up at least half of what it had gained. In both r, where
+        it was recorded, must be at least d - 0.1. Where the rectifier is a function and no module, r stands for d, and
+        the output of the layer must be negative: its mean plus two standard deviations for dead, its mean for dying;
+        the last layer is left out, and of several the one nearest to the output is named, since a dead layer silences
+        those before it.
         Three sampled steps in a row. `critical` where no gradient at all reaches the feeding layer.
 
     Thresholds:
         0.99 leaves one unit in a hundred. 0.5 and 0.3: a healthy rectifier may end with 10 to 40 % dead units, now and
         then with more (Lu et al. 2019; Karpathy, CS231n), and gets there slowly, as it grows sparse and the loss falls;
-        an injury is sudden and costs. 0.1 is for units that were silent on the rows read and not on this batch.
+        an injury is sudden and costs. 0.15 is half of 0.3, since
+        about half of what live units put out is zero: without it the units had been silent before, and were merely
+        counted late. 0.1 is for units that were silent on the rows read and not on this batch.
 
     Fixes:
         rollback to before the injury and set_learning_rate to what it was; in the source a leaky slope, a smaller
@@ -109,9 +113,10 @@ class DeadUnits(Detector):
 
     def _module(self, rectifier: str, d: float, step: int, table: LayerTable) -> Finding | None:
         layer = self._fed_by.get(rectifier, rectifier)
-        if table.get(rectifier, "activation_zero_fraction") == 1.0:
+        zeros = table.get(rectifier, "activation_zero_fraction")
+        if zeros == 1.0:
             d = 1.0
-        injured = self._is_injured(rectifier, step, d)
+        injured = self._is_injured(rectifier, step, d, zeros)
         if table.get(layer, "zero_grad_fraction") < d - self.AGREEMENT:
             return None
         if d >= self.DEAD:
@@ -127,7 +132,7 @@ class DeadUnits(Detector):
             if layer == last or not any(word in self._types[layer] for word in _UNIT_ROWS):
                 continue
             share = rows[layer]
-            injured = self._is_injured(layer, step, share)
+            injured = self._is_injured(layer, step, share, share)
             mean, std = table.get(layer, "activation_mean"), table.get(layer, "activation_std")
             if share >= self.DEAD and mean + 2 * std < 0:
                 found.append((layer, "dead"))
@@ -138,15 +143,18 @@ class DeadUnits(Detector):
         layer, state = max(found, key=lambda pair: self._order[pair[0]])
         return self._finding(layer, layer, state, rows[layer], table)
 
-    def _is_injured(self, name: str, step: int, d: float) -> bool:
+    def _is_injured(self, name: str, step: int, d: float, zeros: float) -> bool:
         watched = self._watched.setdefault(name, _Watched())
-        before = [share for at, share in watched.recent if step - at <= self.SUDDEN_STEPS]
-        before.extend(share for _, share in list(watched.recent)[-1:])
+        before = [share for at, share, _ in watched.recent if step - at <= self.SUDDEN_STEPS]
+        before.extend(share for _, share, _ in list(watched.recent)[-1:])
         if d < self.MANY:
             watched.after_injury = math.inf
         elif before and d - min(before) >= self.SUDDEN_RISE:
-            watched.after_injury = d
-        watched.recent.append((step, d))
+            zeros_before = min(z for _, _, z in watched.recent)
+            # Not recorded (NaN) compares false: without the zeros the rise of d has to do.
+            if not zeros - zeros_before < self.SUDDEN_RISE / 2:
+                watched.after_injury = d
+        watched.recent.append((step, d, zeros))
         return d >= self.MANY and d >= watched.after_injury - self.AGREEMENT
 
     def _costs(self) -> bool:

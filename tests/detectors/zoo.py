@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ def _rows(num_rows: int, batch: int, seed: int, i: int) -> Tensor:
 
 def _mlp(sizes: list[int], activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, (before, after) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (before, after) in enumerate(itertools.pairwise(sizes)):
         layers.append(nn.Linear(before, after))
         if i < len(sizes) - 2:
             layers.append(activation())
@@ -250,7 +251,8 @@ def rare_embeddings(seed: int) -> Program:
         nn.init.normal_(table, std=0.1)
 
     def loss(i: int) -> Tensor:
-        user, item, other = (_rows(n, 16, seed + k, i) for k, n in enumerate((300, 500, 500)))
+        user, other, pick = (_rows(n, 16, seed + k, i) for k, n in enumerate((300, 500, 50)))
+        item = 10 * pick + user % 10  # Users like every tenth item.
         vectors = model["user"](user)
         return -F.logsigmoid((vectors * (model["item"](item) - model["item"](other))).sum(1)).mean()
 
@@ -378,7 +380,7 @@ def deep_sigmoid(seed: int) -> Program:
 
 
 def deep_tanh(seed: int) -> Program:
-    """Twenty tanh layers whose weights are a tenth of Glorot's."""
+    """Twelve tanh layers whose weights are a fifth of Glorot's."""
     torch.manual_seed(seed)
     model = _mlp([64, *[32] * 12, 10], nn.Tanh)
     for module in model:
