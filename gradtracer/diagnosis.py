@@ -41,8 +41,8 @@ def diagnose(series: Series) -> tuple[CausalHypothesis, ...]:
         series: The run, loaded from its journal.
 
     Returns:
-        Hypotheses whose probabilities sum to 1. `healthy` is always among them; `unknown` stands for causes that no
-        rule knows, and is among them where there are warnings.
+        Hypotheses whose probabilities sum to 1. `healthy` and `unknown` are always among them; `unknown` stands for
+        causes that no rule knows.
     """
     weighed = [_weigh(HEALTHY, "Nothing is wrong", _PRIOR_HEALTHY, _healthy(series))]
     explained: set[str] = set()
@@ -52,8 +52,7 @@ def diagnose(series: Series) -> tuple[CausalHypothesis, ...]:
             weighed.append(_weigh(cause.code, cause.title, (1.0 - _PRIOR_HEALTHY) * cause.prior, case))
             if sum(e.log_likelihood_ratio for e in case.evidence) > 0:
                 explained.update(case.event_ids)
-    if warnings_of(series):
-        weighed.append(_weigh(UNKNOWN, "A cause that no rule knows", _PRIOR_UNKNOWN, _unknown(series, explained)))
+    weighed.append(_weigh(UNKNOWN, "A cause that no rule knows", _PRIOR_UNKNOWN, _unknown(series, explained)))
     largest = max(w.log_weight for w in weighed)
     total = sum(math.exp(w.log_weight - largest) for w in weighed)
     ranked = sorted(weighed, key=lambda w: (-w.log_weight, w.code))
@@ -105,14 +104,9 @@ def _healthy(series: Series) -> Case:
                 event_ids=event_ids(events),
             )
         )
-    losses = series.run("loss")
-    finite = losses[np.isfinite(losses)]
-    if len(finite) >= 20 and len(finite) == len(losses):
-        first, now = float(np.median(finite[:5])), float(np.median(finite[-5:]))
-        if now < first:
-            measure = Measure(name="loss", value=now, baseline=first)
-            statement = "The loss has fallen since the start."
-            found.append(Evidence(statement=statement, log_likelihood_ratio=0.5, measures=(measure,)))
+    progress = _progress(series)
+    if progress is not None:
+        found.append(progress)
     explanation = (
         "No rule has seen a fault, so nothing needs to be done."
         if not warnings
@@ -121,8 +115,31 @@ def _healthy(series: Series) -> Case:
     return Case(evidence=found, explanation=explanation)
 
 
+def _progress(series: Series) -> Evidence | None:
+    """Whether the loss is below where it began; a healthy run's is in nine of ten cases, a faulty one's in six."""
+    losses = series.run("loss")
+    if len(losses) < 20 or not np.isfinite(losses).all():
+        return None
+    first, now = float(np.median(losses[:5])), float(np.median(losses[-5:]))
+    measure = Measure(name="loss", value=now, baseline=first)
+    if now < first:
+        return Evidence(statement="The loss has fallen since the start.", log_likelihood_ratio=0.4, measures=(measure,))
+    return Evidence(statement="The loss is not below where it began.", log_likelihood_ratio=-1.4, measures=(measure,))
+
+
 def _unknown(series: Series, explained: set[str]) -> Case:
+    """What speaks for a fault that no rule here knows: warnings that nothing explains.
+
+    Two thirds of such faults raise no warning at all (measured on runs with faults outside the known causes), hence
+    2.6 = 3.0 + ln(0.65 / 0.97) for silence, on the scale on which a healthy run has 3.0.
+    """
     warnings = warnings_of(series)
+    if not warnings:
+        silence = "Some faults raise no warning: wrong labels, a leak of the target, a frozen layer."
+        return Case(
+            evidence=[Evidence(statement=silence, log_likelihood_ratio=2.6)],
+            explanation="No rule has seen a fault; not every fault shows in the dynamics of training.",
+        )
     left: Sequence[str] = [e.kind for e in warnings if e.id not in explained]
     found = [Evidence(statement="There are warnings.", log_likelihood_ratio=1.0, event_ids=event_ids(warnings))]
     for kind in sorted(set(left))[:3]:

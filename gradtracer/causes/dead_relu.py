@@ -33,9 +33,10 @@ class DeadRelu(Cause):
 
     Definition:
         Evidence, with its log-likelihood ratio in nats: units died (dead_units): +4; the gradient of the layer is
-        exactly zero: +1; an overshooting update came within 10 steps before and the rate has gone back since: +1.5, or
-        it has not: -3 (then the rate is the cause and this its consequence); numbers are not finite: -2.
-        Root: of the layers that died first the one nearest to the input: those behind it are fed constants by it.
+        exactly zero: +1; an overshooting update came within 20 steps before and the rate has gone back since: +3, or it
+        has not: -3 (then the rate is the cause and this its consequence); numbers are not finite: -2.
+        Root: of the layers that died within 10 steps of the first the one nearest to the input: those behind it are fed
+        constants by it. Onset: the jump of the rate that did it, else the first event.
 
     Thresholds:
         The rule needs most units of a layer to die at once, or all of them; of the other causes only a learning rate
@@ -52,6 +53,9 @@ class DeadRelu(Cause):
     title = "Rectifier units died"
     prior = 0.06
 
+    SAME_UPSET = 10
+    AFTERMATH = 20
+
     def consider(self, series: Series) -> Case | None:
         """Weigh layers whose units died, and what came before."""
         events = warnings_of(series, "dead_units")
@@ -59,7 +63,7 @@ class DeadRelu(Cause):
             return None
         began = events[0].step
         ordered = in_forward_order(series, (e.layer for e in events if e.layer))
-        first = {e.layer for e in events if e.step == began}
+        first = {e.layer for e in events if e.step <= began + self.SAME_UPSET}
         root = next((layer for layer in ordered if layer in first), None)
         root_event = next(e for e in events if e.layer == root)
         found = [evidence(root_event.message, 4.0, events=[root_event])]
@@ -93,9 +97,9 @@ class DeadRelu(Cause):
             return []
         last = overshoots[-1]
         now, then = last_rate(series), rate_at(series, last.step)
-        if now <= 0.2 * then and began - last.last_step <= 10:
+        if now <= 0.2 * then and began - last.last_step <= self.AFTERMATH:
             statement = f"An update overshot at step {last.step}, just before; the rate has gone back since."
-            return [evidence(statement, 1.5, events=[last])]
+            return [evidence(statement, 3.0, events=[last])]
         statement = f"Updates overshot from step {overshoots[0].step} on, at a rate that is still in force."
         return [evidence(statement, -3.0, events=overshoots)]
 

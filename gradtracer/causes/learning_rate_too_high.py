@@ -36,14 +36,15 @@ class LearningRateTooHigh(Cause):
         an update overshot (update_ratio_too_high): +3; before any other symptom: +1; the loss diverged: +1.5; it rose
         and stayed up (loss_spike): +1; the rate rose fivefold beyond all it had been, within 10 steps before: +3; the
         gradient was in proportion to weights and loss then: +1, or it was not (exploding_gradient came first): -3; the
-        batch held non-finite values first: -6; the rate has gone back since: -2.
+        batch held non-finite values first: -6; the rate has gone back since: -5.
         Onset: the step of the jump of the rate, else that of the first symptom.
 
     Thresholds:
         An overshoot is seen in nearly all runs of this cause and, as a by-product, in about one in twenty of the
         others: ln 20 = 3. A fivefold jump hardly ever just happens to precede a divergence: ln 20. A gradient that
         exploded first explains the same symptoms without the rate: -ln 20. The small ones are by-products that other
-        causes have half as often or less: ln 2 to ln 4.
+        causes have half as often or less: ln 2 to ln 4. A rate that is no longer in force may have done the damage, but
+        what fails now, and what has to be mended, is something else: -5.
 
     Fixes:
         rollback where the weights are already damaged, then set_learning_rate to the value before the jump, else so
@@ -116,7 +117,7 @@ class LearningRateTooHigh(Cause):
             found.append(
                 evidence(
                     f"The rate has gone back to {now:.3g} since, so it is not what fails now.",
-                    -2.0,
+                    -5.0,
                     measures=[Measure(name="learning_rate", value=now, baseline=before)],
                 )
             )
