@@ -13,7 +13,6 @@ from gradtracer.journal import Journal
 from gradtracer.records import (
     GradientHealth,
     GradientThresholds,
-    InterventionState,
     LayerGroupHealth,
     LayerInfo,
     MetricSeries,
@@ -68,9 +67,6 @@ def with_recorded(status: RunStatus, journal: Journal) -> RunStatus:
         }
     newest = [event for _, event in journal.events(after_seq=max(0, journal.last_seq() - 50))][-5:]
     update["events"] = tuple(reversed(newest))
-    if not status.active_fixes:
-        applied = (i.id for i in journal.interventions() if i.state is InterventionState.APPLIED)
-        update["active_fixes"] = tuple(applied) if status.live else ()
     return status.model_copy(update=update)
 
 

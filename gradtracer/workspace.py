@@ -65,6 +65,7 @@ from gradtracer.records import (
     RunState,
     RunStatus,
     RunSummary,
+    SemanticEvent,
     Severity,
 )
 from gradtracer.report import build_report
@@ -187,12 +188,7 @@ class Workspace:
                 first=first_step, last=last_step, layer=layer, kind=kind, min_severity=Severity(min_severity)
             )
         waiting = [(seq, event) for seq, event in found if seq > cursor]
-        page, size = waiting[:1], len(waiting[0][1].model_dump_json()) if waiting else 0
-        for seq, event in waiting[1:limit]:
-            size += len(event.model_dump_json())
-            if size > _PAGE_CHARACTERS:
-                break
-            page.append((seq, event))
+        page = _first_page(waiting, limit)
         more = len(waiting) > len(page)
         next_cursor = page[-1][0] if page else cursor
         return EventPage(
@@ -211,18 +207,21 @@ class Workspace:
     def events_after(
         self, run_id: str | None, cursor: int, limit: int = 20, min_severity: Severity | str = Severity.INFO
     ) -> EventPage:
-        """`get_health_events` for those who poll: reads the journal only, and never disturbs the training."""
+        """`get_health_events` for those who poll: reads the journal only, and never disturbs the training.
+
+        Its `total` counts no further than one behind the page.
+        """
         run = find_run(self.home, run_id)
         found = []
         if run.has_journal:
             with Journal(run.directory) as journal:
                 found = journal.events(after_seq=cursor, min_severity=Severity(min_severity), limit=limit + 1)
-        page = found[:limit]
+        page = _first_page(found, limit)
         return EventPage(
             run_id=run.run_id,
             events=tuple(event for _, event in page),
             cursor=page[-1][0] if page else cursor,
-            more=len(found) > limit,
+            more=len(found) > len(page),
             total=len(found),
         )
 
@@ -554,6 +553,17 @@ _REFUSALS: dict[str, type[GradtracerError]] = {
     "bad_parameter": BadParameter,
     "unknown_intervention": UnknownIntervention,
 }
+
+
+def _first_page(events: Sequence[tuple[int, SemanticEvent]], limit: int) -> list[tuple[int, SemanticEvent]]:
+    """At most `limit` events; fewer where they are long, but at least one."""
+    page, size = list(events[:1]), 0
+    for seq, event in events[1:limit]:
+        size += len(event.model_dump_json())
+        if size > _PAGE_CHARACTERS:
+            break
+        page.append((seq, event))
+    return page
 
 
 def _next_steps(status: RunStatus) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from annotated_types import Ge, Gt, Le
@@ -25,6 +26,9 @@ from gradtracer.shapes import AnyAtom, AnyNested, Atom, Bound, Items, Nested, On
 
 NAMESPACE = "urn:gradtracer:records:1"
 MAX_BYTES = 32 << 20
+# A parsed element takes some 120 bytes however short it was written, so the tags are bounded too; a document of ours
+# has one in about 16 bytes.
+MAX_TAGS = 2_000_000
 
 _XSI = "http://www.w3.org/2001/XMLSchema-instance"
 _XS = "http://www.w3.org/2001/XMLSchema"
@@ -121,12 +125,14 @@ def parse(text: str | bytes) -> etree._Element:
     """The root element of XML from outside, without comments and processing instructions.
 
     Raises:
-        InvalidDocument: If it is not well-formed, larger than `MAX_BYTES`, deeper than 256 elements, or holds a
-            DOCTYPE.
+        InvalidDocument: If it is not well-formed, larger than `MAX_BYTES`, deeper than 256 elements, or holds
+            more than `MAX_TAGS` tags or a DOCTYPE.
     """
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
         raise InvalidDocument(f"expected at most {MAX_BYTES} bytes of XML, got {len(data)}")
+    if (num_tags := data.count(b"<")) > MAX_TAGS:
+        raise InvalidDocument(f"expected at most {MAX_TAGS} tags of XML, got {num_tags}")
     parser = etree.XMLParser(
         # The encoding is set so that a declaration cannot choose another than the one that was checked.
         encoding="utf-8",
@@ -167,8 +173,9 @@ def read_tree(root: etree._Element, model: type[D]) -> D:
 
 
 def _read_fields(parent: etree._Element, model: type[BaseModel], path: str) -> dict[str, Any]:
-    _check_no_text(parent, path)
-    slots, children = fields(model), list(parent)
+    slots = fields(model)
+    children = list(islice(parent, len(slots) + 1))
+    _check_no_text(parent, children, path)
     for child, name in zip(children, slots, strict=False):
         if child.tag != f"{{{NAMESPACE}}}{name}":
             _fail(child, path, f"<{name}> here", f"{_describe(child)}; every field is written, in order")
@@ -203,7 +210,7 @@ def _read(element: etree._Element, slot: Slot, path: str) -> Any:
             known = {(_XS, _XS_NAMES[a.type]): a.type for a in atoms}
             return _read_atom(element, _typed(element, known, path), path)
         case Items(item):
-            _check_no_text(element, path)
+            _check_no_text(element, element, path)
             for child in element:
                 if child.tag != f"{{{NAMESPACE}}}item":
                     _fail(child, path, "<item>", _describe(child))
@@ -248,8 +255,8 @@ def _leaf(element: etree._Element, path: str) -> str:
     return element.text or ""
 
 
-def _check_no_text(element: etree._Element, path: str) -> None:
-    for text in (element.text, *(child.tail for child in element)):
+def _check_no_text(element: etree._Element, children: Iterable[etree._Element], path: str) -> None:
+    for text in (element.text, *(child.tail for child in children)):
         if text and text.strip(_WHITESPACE):
             _fail(element, path, "elements only", repr(text.strip(_WHITESPACE)[:80]))
 

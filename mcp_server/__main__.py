@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from mcp_server.server import build_server
 
@@ -26,7 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     # Errors of arguments go to the agent: without pydantic's link to a page that says nothing about this tool.
     os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
-    build_server(arguments.home, read_only=arguments.read_only).run()
+    server = build_server(arguments.home, read_only=arguments.read_only)
+    if sys.stdin.isatty():
+        print(
+            "gradtracer-mcp speaks MCP over stdin and stdout: start it from an MCP client. Ctrl-C ends it.",
+            file=sys.stderr,
+        )
+    with suppress(KeyboardInterrupt):
+        server.run()
 
 
 if __name__ == "__main__":

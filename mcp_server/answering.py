@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
@@ -44,6 +45,12 @@ _NEXT: tuple[tuple[type[GradtracerError], str], ...] = (
     (UntrustedRunDirectory, "Call list_runs for the runs that can be read."),
     (CorruptJournal, "Call list_runs for the other runs."),
     (GradtracerError, "Call list_runs."),
+)
+
+
+_NAMES_A_TOOL = re.compile(
+    r"\b(list_runs|list_fixes|explain_failure|apply_autofix|revert_intervention|control_training|"
+    r"get_(run_status|health_events|metrics|layer_stats|intervention|report))\b"
 )
 
 
@@ -108,7 +115,7 @@ def make_tool(spec: ToolSpec, workspace: Workspace) -> Tool:
 def explain(error: GradtracerError) -> str:
     """The error's text, ending in the tool to call next where it names none."""
     text = str(error)
-    if any(name in text for name in ("list_runs", "list_fixes", "apply_autofix", "get_", "explain_failure")):
+    if _NAMES_A_TOOL.search(text):
         return text
     return f"{text.rstrip('.')}. {next(step for cls, step in _NEXT if isinstance(error, cls))}"
 

@@ -24,7 +24,7 @@ def apply_autofix(
         Field(
             max_length=20,
             description="Parameters of the fix by name, within the bounds that list_fixes shows.",
-            examples=[{"factor": 0.1}],
+            examples=[{"learning_rate": 0.01}],
         ),
     ] = None,
     mode: Annotated[

@@ -198,8 +198,13 @@ class SustainedRise:
         return clearance / largest if largest > 0 else math.inf
 
     def _take(self, losses: Iterable[float]) -> None:
-        self.before.extend(losses)
-        self._ceiling = max(self.before)
+        for loss in losses:
+            dropped = self.before[0] if len(self.before) == self.before.maxlen else -math.inf
+            self.before.append(loss)
+            if loss >= self._ceiling or len(self.before) == 1:
+                self._ceiling = loss
+            elif dropped >= self._ceiling:
+                self._ceiling = max(self.before)
 
 
 def largest_update(sample: Sample, scale: LossScale) -> StepSize | None:

@@ -69,8 +69,8 @@ class Divergence(Detector):
         loss = sample.loss
         if not math.isfinite(loss):
             return None
-        if math.isnan(self._usual):
-            usual = max(max(self._before, default=math.inf), self._scale.floor)
+        if math.isnan(self._usual) and self._before and loss >= self.FACTOR * self._before[-1]:
+            usual = max(max(self._before), self._scale.floor)
             if usual > 0 and loss >= self.FACTOR * usual:
                 self._usual = usual
         if math.isnan(self._usual):

@@ -7,7 +7,7 @@ node that made it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,14 @@ def origin_in_graph(loss: Tensor, layer_of: Mapping[int, str], step: int) -> Non
                     f"values; {node.name()} received it.",
                 )  # fmt: skip
             return _inside(saved, loss, order, layer_of, step, count)
+    for node in order:
+        kept, is_singular = _SINGULAR.get(node.name(), ("", None))
+        for saved in _saved_tensors(node, kept):
+            if is_singular is not None and (count := int(is_singular(saved.detach()).sum())):
+                return NonFiniteOrigin(
+                    step=step, where="loss", operation=node.name(), num_non_finite=count,
+                    detail=f"{node.name()} received {count} values at which it is not finite.",
+                )  # fmt: skip
     name = loss.grad_fn.name() if loss.grad_fn is not None else None
     return NonFiniteOrigin(
         step=step, where="loss", operation=name, num_non_finite=1, detail="The last operation of the loss made it."
@@ -124,12 +132,21 @@ def _parameter_layer(node: Any, layer_of: Mapping[int, str]) -> str | None:
     return None
 
 
+# Operations that keep their input and not their result: the input tells that the result is not finite.
+_SINGULAR: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "LogBackward0": ("_saved_self", lambda x: x <= 0),
+    "Log2Backward0": ("_saved_self", lambda x: x <= 0),
+    "Log10Backward0": ("_saved_self", lambda x: x <= 0),
+    "Log1PBackward0": ("_saved_self", lambda x: x <= -1),
+    "DivBackward0": ("_saved_other", lambda x: x == 0),
+}
+
 _PASS_THROUGH = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "ExpandBackward0"})
 
 
-def _saved_tensors(node: Any) -> Iterator[Tensor]:
+def _saved_tensors(node: Any, prefix: str = "_saved_") -> Iterator[Tensor]:
     for attribute in dir(node):
-        if attribute.startswith("_saved_"):
+        if prefix and attribute.startswith(prefix):
             try:
                 saved = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since: nothing to read there

@@ -187,9 +187,12 @@ def test_entities_in_attributes_are_refused() -> None:
         from_xml(text, DiagnosticReport)
 
 
-def test_input_is_bounded_in_size_and_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_is_bounded_in_size_depth_and_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidDocument, match=r"not well-formed.*[Dd]epth"):
         from_xml("<a>" * 100_000, DiagnosticReport)
+    monkeypatch.setattr(xml, "MAX_TAGS", 10)
+    with pytest.raises(InvalidDocument, match="at most 10 tags of XML, got"):
+        from_xml(to_xml(REPORT), DiagnosticReport)
     monkeypatch.setattr(xml, "MAX_BYTES", 100)
     with pytest.raises(InvalidDocument, match="at most 100 bytes of XML, got"):
         from_xml(to_xml(REPORT), DiagnosticReport)

@@ -1,0 +1,155 @@
+"""What several causes read from a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradtracer.records import (
+    Evidence,
+    FixSuggestion,
+    LayerInfo,
+    Measure,
+    ParameterScalar,
+    ParameterValue,
+    SemanticEvent,
+    Severity,
+    SourceLocation,
+)
+from gradtracer.series import Series
+
+
+def warnings_of(series: Series, *kinds: str) -> list[SemanticEvent]:
+    """Events of these detectors that cost something, by first step."""
+    return series.events_of(*kinds, min_severity=Severity.WARNING)
+
+
+def first_step(events: Iterable[SemanticEvent]) -> float:
+    """First step of the earliest event; infinity where there is none."""
+    return min((event.step for event in events), default=math.inf)
+
+
+def event_ids(events: Iterable[SemanticEvent]) -> tuple[str, ...]:
+    """Ids in order of time."""
+    return tuple(e.id for e in sorted(events, key=lambda e: (e.step, _number(e.id))))
+
+
+def evidence(
+    statement: str, ratio: float, *, events: Sequence[SemanticEvent] = (), measures: Sequence[Measure] = ()
+) -> Evidence:
+    """A piece of evidence; by default with the measures of its first event."""
+    return Evidence(
+        statement=statement,
+        log_likelihood_ratio=ratio,
+        measures=tuple(measures) or (events[0].evidence if events else ()),
+        event_ids=event_ids(events),
+    )
+
+
+def fix(code: str, effect: str, **parameters: ParameterScalar) -> FixSuggestion:
+    """A suggestion with its parameters."""
+    return FixSuggestion(
+        fix=code,
+        parameters=tuple(ParameterValue(name=n, value=v) for n, v in parameters.items()),
+        expected_effect=effect,
+    )
+
+
+@dataclass(frozen=True)
+class RateJump:
+    """The learning rate rose at once."""
+
+    step: int
+    before: float
+    after: float
+
+
+def rate_jump(series: Series, step: float, *, window: int = 10, factor: float = 5.0) -> RateJump | None:
+    """The largest rise of the learning rate, by `factor` or more, in the `window` steps up to `step`.
+
+    A schedule that warms up or restarts rises too; it rises by less within one step, or comes back to where it has
+    been: a rate that the run has already trained at is no jump.
+    """
+    steps, rates = series.steps, series.run("learning_rate")
+    found: RateJump | None = None
+    for i in range(1, len(steps)):
+        if not step - window <= steps[i] <= step:
+            continue
+        before, after = float(rates[i - 1]), float(rates[i])
+        known = float(np.nanmax(rates[:i])) if np.isfinite(rates[:i]).any() else math.inf
+        if before > 0 and after >= factor * max(before, known) and (not found or after / before > found.after):
+            found = RateJump(int(steps[i]), before, after)
+    return found
+
+
+def rate_at(series: Series, step: float) -> float:
+    """The learning rate at a step, or the nearest recorded one before it; NaN where there is none."""
+    index = int(np.searchsorted(series.steps, step, side="right")) - 1
+    return float(series.run("learning_rate")[index]) if index >= 0 else math.nan
+
+
+def last_rate(series: Series) -> float:
+    """The learning rate now; NaN where it was not recorded."""
+    return rate_at(series, math.inf)
+
+
+def usual_grad_norm(series: Series, before: float) -> float:
+    """Median norm of the whole gradient before a step; NaN with fewer than 5 finite values."""
+    norms = series.run("grad_norm")[series.steps < before]
+    norms = norms[np.isfinite(norms) & (norms > 0)]
+    return float(np.median(norms)) if len(norms) >= 5 else math.nan
+
+
+def weights_are_damaged(series: Series, since: float) -> bool:
+    """Whether weights hold non-finite values, or the loss is now above all it was before the step.
+
+    Going on from such weights is no use; a snapshot from before is.
+    """
+    if any(n > 0 for _, table in series.tables[-1:] for n in table.signal("num_non_finite_weight").values()):
+        return True
+    steps, losses = series.steps, series.run("loss")
+    before, now = losses[steps < since], losses[-5:]
+    before = before[np.isfinite(before)]
+    if not len(now) or np.isnan(now).all():
+        return False
+    if np.isinf(now).any():
+        return True
+    return bool(len(before) and np.nanmedian(now) > before.max())
+
+
+def non_finite_weights(series: Series) -> bool:
+    """Whether the last sampled step shows weights that are not finite."""
+    return any(n > 0 for _, table in series.tables[-1:] for n in table.signal("num_non_finite_weight").values())
+
+
+def layer_info(series: Series, layer: str | None) -> LayerInfo | None:
+    """The description of a layer."""
+    model = series.model
+    return next((info for info in model.layers if info.name == layer), None) if model and layer else None
+
+
+def source_of(series: Series, layer: str | None) -> SourceLocation | None:
+    """Where the layer stands in the user's program, else where the model does."""
+    info = layer_info(series, layer)
+    if info and info.source:
+        return info.source
+    return series.model.source if series.model else None
+
+
+def in_forward_order(series: Series, layers: Iterable[str]) -> list[str]:
+    """The layers from input to output."""
+    known = {name: i for i, name in enumerate(series.layers)}
+    return sorted(dict.fromkeys(layers), key=lambda name: known.get(name, len(known)))
+
+
+def rounded(value: float) -> float:
+    """Two significant digits: a suggestion is no measurement."""
+    return float(f"{value:.2g}")
+
+
+def _number(event_id: str) -> int:
+    digits = "".join(c for c in event_id if c.isdigit())
+    return int(digits) if digits else 0

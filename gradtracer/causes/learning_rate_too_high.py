@@ -1,0 +1,152 @@
+"""The learning rate is too high."""
+
+from __future__ import annotations
+
+import math
+
+from gradtracer.causes._reading import (
+    event_ids,
+    evidence,
+    first_step,
+    fix,
+    last_rate,
+    rate_at,
+    rate_jump,
+    rounded,
+    warnings_of,
+    weights_are_damaged,
+)
+from gradtracer.causes.base import CAUSES, Case, Cause
+from gradtracer.records import Evidence, FixSuggestion, Measure, NonFiniteOrigin, SemanticEvent
+from gradtracer.series import Series
+
+
+@CAUSES.register
+class LearningRateTooHigh(Cause):
+    """Steps overshoot: the optimizer moves the weights farther than the gradient can vouch for.
+
+    What:
+        A learning rate at which the loss oscillates or diverges, from the start or from a change of the rate on.
+
+    Why:
+        It is the most common reason for a run that diverges, and the cheapest to mend while it still trains.
+
+    Definition:
+        Evidence, with its log-likelihood ratio in nats:
+        an update overshot (update_ratio_too_high): +3; before any other symptom: +1; the loss diverged: +1.5; it rose
+        and stayed up (loss_spike): +1; the rate rose fivefold beyond all it had been, within 10 steps before: +3; the
+        gradient was in proportion to weights and loss then: +1, or it was not (exploding_gradient came first): -3; the
+        batch held non-finite values first: -6; the rate has gone back since: -5.
+        Onset: the step of the jump of the rate, else that of the first symptom.
+
+    Thresholds:
+        An overshoot is seen in nearly all runs of this cause and, as a by-product, in about one in twenty of the
+        others: ln 20 = 3. A fivefold jump hardly ever just happens to precede a divergence: ln 20. A gradient that
+        exploded first explains the same symptoms without the rate: -ln 20. The small ones are by-products that other
+        causes have half as often or less: ln 2 to ln 4. A rate that is no longer in force may have done the damage, but
+        what fails now, and what has to be mended, is something else: -5.
+
+    Fixes:
+        rollback where the weights are already damaged, then set_learning_rate to the value before the jump, else so
+        that the update ratio comes to 1e-2, at most a tenth of what it is.
+
+    References:
+        Lewkowycz et al. 2020, arXiv:2003.02218. Goodfellow, Bengio, Courville 2016, Deep Learning, section 11.4.1.
+    """
+
+    code = "learning_rate_too_high"
+    title = "The learning rate is too high"
+    prior = 0.2
+
+    TARGET_RATIO = 1e-2
+
+    def consider(self, series: Series) -> Case | None:
+        """Weigh overshooting updates and what they did to the loss."""
+        overshoots = warnings_of(series, "update_ratio_too_high")
+        diverged = warnings_of(series, "divergence")
+        shifted = warnings_of(series, "loss_spike")
+        symptoms = [*overshoots, *diverged, *shifted]
+        if not symptoms:
+            return None
+        began = first_step(symptoms)
+        jump = rate_jump(series, began)
+        onset = jump.step if jump else int(began)
+        found: list[Evidence] = []
+        if overshoots:
+            found.append(evidence(overshoots[0].message, 3.0, events=overshoots))
+            if overshoots[0].step <= first_step(warnings_of(series)):
+                found.append(evidence("No other symptom came before the overshooting update.", 1.0))
+        else:
+            found.append(evidence("No sampled update overshot.", -1.0))
+        if diverged:
+            found.append(evidence(diverged[0].message, 1.5, events=diverged))
+        if shifted:
+            found.append(evidence(shifted[0].message, 1.0, events=shifted))
+        if jump:
+            found.append(
+                evidence(
+                    f"The learning rate rose from {jump.before:.3g} to {jump.after:.3g} at step {jump.step}.",
+                    3.0,
+                    measures=[Measure(name="learning_rate", value=jump.after, baseline=jump.before)],
+                )
+            )
+        found.extend(self._against(series, overshoots, began, onset))
+        now = last_rate(series)
+        return Case(
+            evidence=found,
+            onset_step=onset,
+            explanation=self._explanation(jump is not None, overshoots, onset, rate_at(series, onset)),
+            event_ids=event_ids([*symptoms, *warnings_of(series, "non_finite")]),
+            fixes=self._fixes(series, jump.before if jump else None, overshoots, onset, now),
+            advice="Lower the learning rate where the optimizer or its schedule is built"
+            + (f"; look at what the schedule does at step {jump.step}." if jump else ", or warm it up."),
+        )
+
+    def _against(self, series: Series, overshoots: list[SemanticEvent], began: float, onset: int) -> list[Evidence]:
+        found: list[Evidence] = []
+        exploded = warnings_of(series, "exploding_gradient")
+        if exploded and exploded[0].step <= began:
+            found.append(evidence("The gradient was out of proportion no later than that.", -3.0, events=exploded[:1]))
+        elif overshoots:
+            found.append(evidence("When it overshot, the gradient was in proportion to weights and loss.", 1.0))
+        origin = series.last_observation(NonFiniteOrigin)
+        if origin and origin.where == "data" and origin.step <= began:
+            found.append(evidence(f"The batch of step {origin.step} already held non-finite values.", -6.0))
+        before, now = rate_at(series, onset), last_rate(series)
+        if now <= 0.2 * before:
+            found.append(
+                evidence(
+                    f"The rate has gone back to {now:.3g} since, so it is not what fails now.",
+                    -5.0,
+                    measures=[Measure(name="learning_rate", value=now, baseline=before)],
+                )
+            )
+        return found
+
+    def _explanation(self, jumped: bool, overshoots: list[SemanticEvent], onset: int, rate: float) -> str:
+        start = (
+            f"The learning rate jumped at step {onset}. " if jumped else f"From step {onset} on a rate of {rate:.3g} "
+            "moved the weights too far. "
+        )  # fmt: skip
+        return start + (overshoots[0].message if overshoots else "The loss left the scale on which it had been.")
+
+    def _fixes(
+        self, series: Series, before: float | None, overshoots: list[SemanticEvent], onset: int, now: float
+    ) -> tuple[FixSuggestion, ...]:
+        fixes: list[FixSuggestion] = []
+        if onset > 0 and weights_are_damaged(series, onset):
+            fixes.append(fix("rollback", f"Weights and optimizer are as before step {onset}; lower the rate next."))
+        if not now > 0:
+            return tuple(fixes)
+        ratio = next((m.value for e in overshoots for m in e.evidence if m.name == "update_ratio" and m.value), 0.1)
+        target = before if before is not None else rate_at(series, onset) * min(0.1, self.TARGET_RATIO / ratio)
+        if not math.isfinite(target) or target >= now:
+            target = now / 10
+        fixes.append(
+            fix(
+                "set_learning_rate",
+                "Updates come down to a size at which the loss falls again.",
+                learning_rate=rounded(target),
+            )
+        )
+        return tuple(fixes)
