@@ -81,9 +81,16 @@ class _OpenStep:
     step_time_s: float = MISSING
     loss: float | Tensor = MISSING
 
-    def take(self, forward: ForwardPass) -> None:
+    def take(self, forward: ForwardPass | None) -> None:
         """Add what a forward pass showed."""
-        self.forward = forward if self.forward is None else self.forward.joined_with(forward)
+        if forward is not None:
+            self.forward = forward if self.forward is None else self.forward.joined_with(forward)
+
+    def join(self, later: _OpenStep) -> None:
+        """What was taken for the start of the next step belongs to this one."""
+        self.losses += later.losses
+        self.recorded |= later.recorded
+        self.take(later.forward)
 
     def forget_update(self) -> None:
         """Drop what was read of gradients and updates."""
@@ -173,8 +180,6 @@ class Capture:
         self.activation_types: dict[str, str] = {}
         self._recent: deque[tuple[int, np.ndarray]] = deque(maxlen=_LOOK_BACK)
         self._tabled: deque[int] = deque(maxlen=4 * _LOOK_BACK)
-        self._new_losses: list[Tensor] = []
-        """Losses of backward calls since the last update."""
         self._last_gradients: dict[int, Tensor] = {}
         self._weights_before: list[Tensor] = []
         self._weights_index: list[int] = []
@@ -188,6 +193,8 @@ class Capture:
         self._waiting: list[_OpenStep] = []
         self._copy: _Copy | None = None
         self._open = _OpenStep(0, sampled=False)
+        self._next: _OpenStep | None = None
+        """After an update that may or may not have ended the step: what comes until that is known."""
         self._begin(0)
 
     @property
@@ -210,17 +217,18 @@ class Capture:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = True
         value = unscaled.detach()
-        self._new_losses.append(value)
+        now = self._now
+        now.losses.append(value)
         if value.device.type == "cpu":
             finite = math.isfinite(value.item())
             first_non_finite = not finite and self._loss_was_finite
             self._loss_was_finite = finite
         else:
             first_non_finite = False
-        if loss.grad_fn is not None and (first_non_finite or self._open.sampled):
+        if loss.grad_fn is not None and (first_non_finite or now.sampled):
             graph = LossGraph(loss, self.layer_of_parameter)
             if first_non_finite:
-                self._sink.add_observation(nonfinite.origin_in_graph(graph, self._open.step))
+                self._sink.add_observation(nonfinite.origin_in_graph(graph, now.step))
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_loss(context, graph))
 
@@ -237,6 +245,7 @@ class Capture:
             # stand already, so nothing that touches the model may run here.
             self.explicit = False
             self._end(MISSING, run_commands=False)
+        self._rejoin()
         if id(optimizer) in self._open.updated:
             self._open.forget_update()  # several updates within one marked step: the last one is described
         if not has_closure:
@@ -265,17 +274,17 @@ class Capture:
                 self._read_update()
                 self._audit(lambda audit, context: audit.on_update(context, optimizer))
         self._open.updated.append(id(optimizer))
-        self._take_losses()
-        if self.explicit is None and self.activations.armed:
-            # Whether this update ends the step is known at the next one, whose forward pass comes first.
-            self._open.take(self.activations.disarm())
-            self.activations.arm()
         if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
             self._end(MISSING, run_commands=True)
+        elif self.explicit is not True:
+            # Whether this update ended the step is known at the next one, whose forward and backward pass come first.
+            self._open.take(self.activations.disarm())
+            self._next = self._new_step(self._open.step + 1)
 
     def mark_step(self, loss: float | Tensor | None) -> None:
         """The user says that a step is over."""
         self.explicit = True
+        self._rejoin()
         if loss is None:
             self._end(MISSING, run_commands=True)
         elif isinstance(loss, Tensor):
@@ -292,7 +301,7 @@ class Capture:
     def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
         if not self._audits:
             return
-        now = self._open
+        now = self._now
         context = AuditContext(
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
@@ -315,7 +324,7 @@ class Capture:
         log.warning("the audit %s is turned off because of an error of its own", audit.code, exc_info=error)
         self._sink.add_observation(
             CaptureNotice(
-                step=self._open.step, message=f"The audit {audit.code} is off: {type(error).__name__}: {error}"
+                step=self._now.step, message=f"The audit {audit.code} is off: {type(error).__name__}: {error}"
             )
         )
 
@@ -394,31 +403,44 @@ class Capture:
 
     # ------------------------------------------------------------------ steps
 
-    def _begin(self, step: int) -> None:
+    @property
+    def _now(self) -> _OpenStep:
+        """The step that what happens now belongs to, as far as is known."""
+        return self._open if self._next is None else self._next
+
+    def _new_step(self, step: int) -> _OpenStep:
         sampled = self._schedule.is_due(step)
-        self._open = _OpenStep(step, sampled)
         if sampled:
             self.activations.arm()
+        return _OpenStep(step, sampled)
+
+    def _begin(self, step: int) -> None:
+        self._open = self._new_step(step)
+
+    def _rejoin(self) -> None:
+        """The last update did not end the step."""
+        if self._next is not None:
+            if self.activations.armed:
+                self._next.take(self.activations.disarm())
+                self.activations.arm()
+            self._open.join(self._next)
+            self._next = None
 
     def _end(self, loss: float | Tensor, *, run_commands: bool) -> None:
-        done = self._open
+        done, following = self._open, self._next
         now = time.perf_counter()
         done.time_s, done.step_time_s, self._last_end = time.time(), now - self._last_end, now
-        if run_commands:  # otherwise the next step's backward has run already
-            self._take_losses()
         if isinstance(loss, Tensor) or not math.isnan(loss):
             done.loss = loss
         elif done.losses:
             # What the update follows is the sum over the backward calls: accumulated losses are parts of one objective.
             done.loss = done.losses[0] if len(done.losses) == 1 else torch.stack([x.float() for x in done.losses]).sum()
         self._updates_per_step = max(self._updates_per_step, len(done.updated))
-        belongs_to_next = not run_commands and done.forward is not None
-        if self.activations.armed and not belongs_to_next:
-            passed = self.activations.disarm()
-            if done.forward is None:
-                done.take(passed)
+        if following is None and self.activations.armed:
+            done.take(self.activations.disarm())
         if done.forward is not None:
             self._learn_forward_order(done.forward)
+        self._next = None
         if done.sampled:
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_step_end(context))
@@ -434,11 +456,10 @@ class Capture:
         self.last_step = done.step
         if run_commands:
             self._on_step_end(done.step)
-        self._begin(done.step + 1)
-
-    def _take_losses(self) -> None:
-        self._open.losses += self._new_losses
-        self._new_losses = []
+        if following is None:
+            self._begin(done.step + 1)
+        else:
+            self._open = following
 
     def _learn_forward_order(self, forward: ForwardPass) -> None:
         if len(forward.scalars) > len(self.forward_order):
