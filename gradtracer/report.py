@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradtracer.diagnosis import diagnose
+from gradtracer.diagnosis import HEALTHY, UNKNOWN, diagnose
 from gradtracer.records import (
     CaptureNotice,
     CausalHypothesis,
@@ -49,7 +49,6 @@ _MAX_EVENTS = 100
 _MAX_TERMINAL_EVENTS = 8
 _MAX_TERMINAL_CAUSES = 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_HEALTHY_CODE = "healthy"
 # Worst first; what has no gradient at all may be meant so.
 _HEALTH_ORDER = (
     GradientHealth.NON_FINITE.value,
@@ -196,9 +195,11 @@ def _loss_course(loss: MetricSeries) -> str:
 
 def _finding(hypotheses: Sequence[CausalHypothesis], events: Sequence[SemanticEvent]) -> str:
     serious = [e for e in events if e.severity.rank >= Severity.WARNING.rank]
-    if hypotheses and (best := hypotheses[0]).code != _HEALTHY_CODE:
+    if hypotheses and (best := hypotheses[0]).code != HEALTHY:
         where = f" in {best.layer}" if best.layer is not None else ""
         onset = f" from step {best.onset_step}" if best.onset_step is not None else ""
+        if best.code == UNKNOWN:
+            return f"Something is wrong{where}{onset}, and none of the known causes explains it."
         return f"Most probable cause: {best.title} ({best.code}, {best.probability:.0%}){where}{onset}."
     if serious:
         return f"{_count(len(serious), 'event')} of severity warning or above, no cause stands out."
@@ -224,7 +225,7 @@ def number(value: bool | int | float | str | None) -> str:
 def headline(report: DiagnosticReport) -> str:
     """The verdict in a few words."""
     best = report.hypotheses[0] if report.hypotheses else None
-    if best is not None and best.code != _HEALTHY_CODE:
+    if best is not None and best.code != HEALTHY:
         return f"{best.title} ({best.probability:.0%})"
     if report.state is RunState.CRASHED:
         return "crashed"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradtracer.journal import RUN_COLUMNS, Journal, StepColumns
 from gradtracer.records import (
+    AuditFinding,
     Intervention,
     ModelDescription,
     NonFiniteOrigin,
@@ -116,6 +117,10 @@ class Series:
     def model(self) -> ModelDescription | None:
         """The newest description of the model."""
         return self.last_observation(ModelDescription)
+
+    def audit(self, *codes: str) -> list[AuditFinding]:
+        """What audits found under these codes, in order."""
+        return [o for o in self.observations if isinstance(o, AuditFinding) and o.code in codes]
 
     def events_of(self, *kinds: str, min_severity: Severity = Severity.INFO) -> list[SemanticEvent]:
         """Events of these detectors (all where none is named), by first step."""

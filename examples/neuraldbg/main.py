@@ -29,5 +29,4 @@ print(top.explanation)
 print("affected, root first:", ", ".join(top.affected_layers))
 
 assert top.code == "vanishing_gradient", f"expected vanishing_gradient, got {top.code}"
-first_linear = "0"
-assert first_linear in top.affected_layers, top.affected_layers
+assert top.layer == "0", f"expected the root to be the first layer, got {top.layer}"

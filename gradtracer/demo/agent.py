@@ -218,9 +218,10 @@ class Agent:
             self._talk.think("Something happened. Why?")
             answer = await self._talk.call("explain_failure", run_id=self.run_id)
             diagnosis = Diagnosis.model_validate(answer)
-            for hypothesis in diagnosis.hypotheses[:3]:
-                self._talk.answer(f"{hypothesis.probability:4.0%}  {hypothesis.code}: {hypothesis.title}")
             top = diagnosis.hypotheses[0]
+            for hypothesis in diagnosis.hypotheses[:3]:
+                if hypothesis is top or hypothesis.probability >= 0.01:
+                    self._talk.answer(f"{hypothesis.probability:.0%} {hypothesis.code}: {hypothesis.title}")
             if top.fixes:
                 for evidence in top.evidence_for[:3]:
                     self._talk.answer(f"because {evidence.statement}")
@@ -300,7 +301,7 @@ class Agent:
         )
         answer = await self._talk.call("get_intervention", run_id=self.run_id, intervention_id=latest.id)
         intervention = Intervention.model_validate(answer)
-        self._talk.answer(f"{intervention.state.value}. {intervention.outcome}".strip())
+        self._talk.answer(intervention.outcome or intervention.state.value)
         return back < (healthy + statistics.median(sick)) / 2
 
     async def _wait_for_step(self, step: int) -> None:

@@ -26,6 +26,7 @@ from gradtracer.records.fix import (
 from gradtracer.records.health import GradientHealth, GradientThresholds
 from gradtracer.records.hypothesis import CausalHypothesis, Diagnosis, Evidence, FixSuggestion, SourceLocation
 from gradtracer.records.observation import (
+    AuditFinding,
     CaptureNotice,
     LayerInfo,
     ModelDescription,
@@ -50,6 +51,7 @@ from gradtracer.records.run import (
 __all__ = [
     "Address",
     "Answer",
+    "AuditFinding",
     "CaptureNotice",
     "CausalHypothesis",
     "Change",

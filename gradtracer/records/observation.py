@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gradtracer.records.base import Name, Record, Text
+from gradtracer.records.event import Measure, Severity
 from gradtracer.records.fix import ParameterValue
 from gradtracer.records.hypothesis import SourceLocation
 
@@ -75,6 +76,19 @@ class NonFiniteOrigin(Record):
     detail: Text = ""
 
 
+class AuditFinding(Record):
+    """A fact that an audit found, told once per code and layer."""
+
+    kind: Literal["audit"] = "audit"
+    step: int = Field(ge=0, description="The step at which it was first seen.")
+    code: Name = Field(description="What was found, e.g. `softmax_into_cross_entropy`.")
+    layer: Name | None = None
+    severity: Severity = Field(description="info: evidence only; warning and above: a fault by itself.")
+    measures: tuple[Measure, ...] = ()
+    source: SourceLocation | None = None
+    detail: Text = ""
+
+
 class CaptureNotice(Record):
     """Something that is not recorded, and why."""
 
@@ -84,5 +98,6 @@ class CaptureNotice(Record):
 
 
 Observation = Annotated[
-    ModelDescription | OptimizerDescription | NonFiniteOrigin | CaptureNotice, Field(discriminator="kind")
+    ModelDescription | OptimizerDescription | NonFiniteOrigin | AuditFinding | CaptureNotice,
+    Field(discriminator="kind"),
 ]

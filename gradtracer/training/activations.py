@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,10 +54,15 @@ class ActivationCapture:
 
     Args:
         names: Names of the modules to read, by id.
+        model: The model itself, whose calls are reported too, under the empty name if it is not among `names`.
+        report: Told of every such call: name, module, inputs, output.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(
+        self, names: dict[int, str], model: nn.Module, report: Callable[[str, nn.Module, Any, Any], None]
+    ) -> None:
         self._names = names
+        self._model, self._report = model, report
         self._handle: Any = None
         self._thread = 0
         self._pass = ForwardPass()
@@ -88,7 +93,7 @@ class ActivationCapture:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if (
-            name is None
+            (name is None and module is not self._model)
             or self.in_backward
             or not torch.is_grad_enabled()
             or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
@@ -96,9 +101,12 @@ class ActivationCapture:
             or threading.get_ident() != self._thread
         ):
             return
-        tensor = _first_tensor(output)
+        with torch.no_grad():
+            self._report(name or "", module, inputs, output)
+        tensor = _first_tensor(output) if name is not None else None
         if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0:
             return
+        assert name is not None
         calls = self._pass.num_calls.get(name, 0) + 1
         self._pass.num_calls[name] = calls
         if calls > MAX_CALLS:

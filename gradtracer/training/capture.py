@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtracer.records import NonFiniteOrigin, Observation
+from gradtracer.records import AuditFinding, NonFiniteOrigin, Observation
 from gradtracer.samples import LayerTable, Layout, Sample
 from gradtracer.signals import MISSING, NON_FINITE
 from gradtracer.training import nonfinite, statistics
 from gradtracer.training.activations import ActivationCapture, ForwardPass
+from gradtracer.training.audits import Audit, AuditContext
+from gradtracer.training.graph import LossGraph
 from gradtracer.training.layers import Layer, layers_of, watched_modules
 from gradtracer.training.schedule import Schedule
 
@@ -70,6 +72,8 @@ class _OpenStep:
     """Parameter numbers, dot products with the last gradient, products of norms."""
     zero_rows: list[tuple[int, Tensor]] = field(default_factory=list)
     forward: ForwardPass | None = None
+    recorded: dict[tuple[str, str], Tensor | float] = field(default_factory=dict)
+    """What audits recorded, by (layer, signal)."""
     time_s: float = 0.0
     step_time_s: float = MISSING
     loss: float | Tensor = MISSING
@@ -107,6 +111,8 @@ class Capture:
         on_step_end: Called in the training thread after every step with its number; may change the model.
         on_guards: Called before an update, after gradients were read; may change gradients.
         after_guards: Called after the update.
+        audits: What looks at sampled steps.
+        loss_fn: The loss function, where the user named it.
     """
 
     def __init__(
@@ -119,6 +125,8 @@ class Capture:
         on_step_end: Callable[[int], None],
         on_guards: Callable[[Optimizer], None],
         after_guards: Callable[[Optimizer], None],
+        audits: Sequence[Audit] = (),
+        loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model
         self.layers: list[Layer] = layers_of(model)
@@ -153,7 +161,10 @@ class Capture:
         self.explicit: bool | None = None
         """Whether the user marks steps; None until it is known."""
         self._updates_per_step = 1
-        self.activations = ActivationCapture({} if is_compiled(model) else watched_modules(model))
+        self._audits, self._loss_fn = audits, loss_fn
+        self._found: set[tuple[str, str | None]] = set()
+        self._watched = {} if is_compiled(model) else watched_modules(model)
+        self.activations = ActivationCapture(self._watched, model, self._on_forward)
         self.forward_order: list[str] = []
         self.fed_by: dict[str, str] = {}
         self.activation_types: dict[str, str] = {}
@@ -199,9 +210,16 @@ class Capture:
         self._new_losses.append(value)
         if value.device.type == "cpu":
             finite = math.isfinite(value.item())
-            if not finite and self._loss_was_finite and loss.grad_fn is not None:
-                self._sink.add_observation(nonfinite.origin_in_graph(loss, self.layer_of_parameter, self._open.step))
+            first_non_finite = not finite and self._loss_was_finite
             self._loss_was_finite = finite
+        else:
+            first_non_finite = False
+        if loss.grad_fn is not None and (first_non_finite or self._open.sampled):
+            graph = LossGraph(loss, self.layer_of_parameter)
+            if first_non_finite:
+                self._sink.add_observation(nonfinite.origin_in_graph(graph, self._open.step))
+            with torch.no_grad():
+                self._audit(lambda audit, context: audit.on_loss(context, graph))
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -224,6 +242,7 @@ class Capture:
             self._on_guards(optimizer)
         if self._open.sampled:
             with torch.no_grad():
+                self._audit(lambda audit, context: audit.on_gradients(context, optimizer))
                 self._read_weights(optimizer)
         rate = optimizer.param_groups[0].get("lr", MISSING)
         if not self._open.updated:
@@ -241,6 +260,7 @@ class Capture:
         if self._open.sampled:
             with torch.no_grad():
                 self._read_update()
+                self._audit(lambda audit, context: audit.on_update(context, optimizer))
         self._open.updated.append(id(optimizer))
         self._take_losses()
         if self.explicit is None and self.activations.armed:
@@ -260,6 +280,26 @@ class Capture:
         else:
             value = float(loss)
             self._end(value if math.isfinite(value) else NON_FINITE, run_commands=True)
+
+    # ------------------------------------------------------------------ audits
+
+    def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
+
+    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
+        if not self._audits:
+            return
+        now = self._open
+        context = AuditContext(
+            step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
+            layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
+            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
+        )  # fmt: skip
+        for audit in self._audits:
+            for found in look(audit, context):
+                if (found.code, found.layer) not in self._found:
+                    self._found.add((found.code, found.layer))
+                    self._sink.add_observation(found)
 
     # ------------------------------------------------------------------ reading
 
@@ -361,6 +401,9 @@ class Capture:
                 done.take(passed)
         if done.forward is not None:
             self._learn_forward_order(done.forward)
+        if done.sampled:
+            with torch.no_grad():
+                self._audit(lambda audit, context: audit.on_step_end(context))
         self._waiting.append(done)
         if not self._on_device:
             self._emit(_Copy(self._waiting))
@@ -630,6 +673,7 @@ def _tensors(step: _OpenStep) -> list[Tensor]:
     for _, a, b in (*step.updates, *step.cosines):
         found += (a, b)
     found += [value for _, value in step.zero_rows]
+    found += [value for value in step.recorded.values() if isinstance(value, Tensor)]
     if step.forward is not None:
         found += [value for row in step.forward.scalars.values() for value in row.values()]
     return found
@@ -647,8 +691,9 @@ def _numbers(step: _OpenStep, source: Any) -> _Numbers:
     updates = [(index, next(source), next(source)) for index, _, _ in step.updates]
     cosines = [(index, next(source), next(source)) for index, _, _ in step.cosines]
     zero_rows = [(number, float(next(source)[0])) for number, _ in step.zero_rows]
-    columns: list[tuple[str, str]] = []
-    values: list[float] = []
+    columns: list[tuple[str, str]] = list(step.recorded)
+    values = [float(next(source)[0]) if isinstance(v, Tensor) else v for v in step.recorded.values()]
+    values = [v if not math.isinf(v) and not math.isnan(v) else NON_FINITE for v in values]
     for layer, row in (step.forward.scalars if step.forward else {}).items():
         for signal in row:
             value = float(next(source)[0])

@@ -39,6 +39,7 @@ from gradtracer.records import (
 )
 from gradtracer.report import build_report, to_text
 from gradtracer.series import Series
+from gradtracer.training.audits import all_audits
 from gradtracer.training.capture import Capture, is_compiled
 from gradtracer.training.control_server import ControlServer
 from gradtracer.training.controller import Controller, TrainingStopped
@@ -131,6 +132,7 @@ class FlowTracker:
         self.model, self.loss_fn, self.replay = model, loss_fn, replay
         self.track_interval = track_interval
         self._broken = False
+        self._broken_reason = ""
         self._closed = False
         self._pid = os.getpid()
         self._is_main_rank = _rank() == 0
@@ -154,6 +156,8 @@ class FlowTracker:
             on_step_end=self._on_step_end,
             on_guards=lambda o: self._controller.run_guards(o),
             after_guards=lambda o: self._controller.finish_guards(o),
+            audits=all_audits(),
+            loss_fn=loss_fn,
         )
         self._snapshots = SnapshotStore(self.directory / "snapshots", model, self._capture.optimizers)
         self._controller = Controller(self.run_id, self._capture, self._recorder, self._snapshots)
@@ -234,6 +238,11 @@ class FlowTracker:
             self._recorder.flush(5.0)
             return self._recorder.events
         return []
+
+    @property
+    def broken_reason(self) -> str:
+        """Why recording stopped before the training did: an error of the tracker's own; empty where it did not."""
+        return self._broken_reason
 
     def close(self, error: BaseException | None = None) -> None:
         """Remove every hook, write what is left, and end the run. A second call does nothing.
@@ -393,6 +402,7 @@ class FlowTracker:
 
     def _turn_off(self, trace: str) -> None:
         self._broken = True
+        self._broken_reason = trace
         HOOKS.remove(self)
         self._capture.activations.disarm()
         log.warning(

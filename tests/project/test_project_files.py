@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from gradtracer import cli
 
@@ -31,10 +32,7 @@ def test_readme_lists_the_exit_codes_of_the_command_line() -> None:
     rows = dict(re.findall(r"^\| (\d) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
     codes = {value for name, value in vars(cli).items() if name.startswith("EXIT_")} | {0}
     assert {int(code) for code in rows} == codes
-    (help_text,) = [
-        command.callback.__doc__ for command in [cli.app.registered_callback] if command and command.callback
-    ]
-    assert help_text is not None
+    help_text = CliRunner().invoke(cli.app, ["--help"]).stdout
     for code, meaning in rows.items():
         assert f"{code}  {meaning}" in help_text
 
@@ -44,3 +42,8 @@ def test_relative_links_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", text):
         assert (ROOT / target).exists(), target
+
+
+def test_the_story_on_the_first_page_is_the_example_that_runs() -> None:
+    story = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert story in (ROOT / "examples" / "neuraldbg" / "main.py").read_text()

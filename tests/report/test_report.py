@@ -201,6 +201,23 @@ def test_a_report_is_a_valid_document_in_both_forms(tmp_path: Path, report: Diag
         assert validate(to_xml(each)) == each
 
 
+def test_a_healthy_run_is_called_healthy(tmp_path: Path) -> None:
+    losses = [math.exp(-step / 50) for step in range(120)]
+    found = build_report(manifest(), record(tmp_path, losses, [MODEL]), RunState.FINISHED, now_s=START_S)
+    assert found.summary == (
+        "The run has finished after 120 steps, loss 1 → 0.09255. Nothing is wrong as far as was recorded."
+    )
+    assert to_markdown(found).startswith("# demo: healthy\n")
+    assert to_text(found).startswith("demo: healthy\n")
+
+
+def test_a_failure_that_no_cause_explains_is_said_to_be_one(tmp_path: Path) -> None:
+    odd = EVENT.model_copy(update={"kind": "something_new", "signal": "weight_norm"})
+    found = build_report(manifest(), record(tmp_path, [1.0] * 200, [MODEL], [odd]), RunState.RUNNING, now_s=START_S)
+    assert found.hypotheses[0].code == "unknown"
+    assert "none of the known causes explains it" in found.summary
+
+
 def test_a_run_whose_loss_was_never_finite_is_reported(tmp_path: Path) -> None:
     found = build_report(manifest(), record(tmp_path, [math.inf] * 5), RunState.RUNNING, now_s=START_S)
     assert (found.loss.num_recorded, found.loss.num_non_finite) == (5, 5)

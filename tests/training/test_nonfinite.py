@@ -63,7 +63,7 @@ def _origin(spoil: str) -> NonFiniteOrigin:
 
 def test_a_nan_in_the_batch_is_told_from_one_that_the_model_made() -> None:
     origin = _origin("input")
-    assert (origin.where, origin.layer, origin.num_non_finite) == ("data", None, 1)
+    assert (origin.where, origin.layer, origin.num_non_finite) == ("data", "first", 1)
 
 
 def test_an_infinity_in_the_target_is_data_too() -> None:
