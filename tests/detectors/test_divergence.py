@@ -27,7 +27,7 @@ def test_a_loss_that_runs_away_under_large_updates_is_reported_and_becomes_criti
     stream = diverging(scale)
     (event,) = events(Rule(), stream)
     assert (event.step, event.last_step, event.severity) == (1, 5, Severity.CRITICAL)
-    assert announcements(Rule(), stream) == [(2, Severity.WARNING), (3, Severity.CRITICAL)]
+    assert announcements(Rule(), stream) == [(3, Severity.CRITICAL)]
 
 
 def test_the_same_rise_under_small_updates_is_not_reported() -> None:
