@@ -1,4 +1,4 @@
-"""``python -m benchmarks.faults``: how often the cause, the layer and the step are named, and healthy runs left alone."""
+"""``python -m benchmarks.faults``: how often cause, layer and step are named, and healthy runs left alone."""
 
 from __future__ import annotations
 

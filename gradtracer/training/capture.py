@@ -7,6 +7,7 @@ sampled step, and read once that copy has arrived.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtracer.records import AuditFinding, NonFiniteOrigin, Observation
+from gradtracer.records import AuditFinding, CaptureNotice, NonFiniteOrigin, Observation
 from gradtracer.samples import LayerTable, Layout, Sample
 from gradtracer.signals import MISSING, NON_FINITE
 from gradtracer.training import nonfinite, statistics
@@ -28,6 +29,8 @@ from gradtracer.training.audits import Audit, AuditContext
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.layers import Layer, layers_of, watched_modules
 from gradtracer.training.schedule import Schedule
+
+log = logging.getLogger("gradtracer")
 
 _LOOK_BACK = 32
 """Steps whose per-layer gradient norms are kept in memory, to be written when something goes wrong."""
@@ -296,10 +299,25 @@ class Capture:
             record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
         )  # fmt: skip
         for audit in self._audits:
-            for found in look(audit, context):
+            try:
+                findings = list(look(audit, context))
+            except Exception as error:
+                self._retire(audit, error)
+                continue
+            for found in findings:
                 if (found.code, found.layer) not in self._found:
                     self._found.add((found.code, found.layer))
                     self._sink.add_observation(found)
+
+    def _retire(self, audit: Audit, error: Exception) -> None:
+        """An audit that breaks costs itself, no more."""
+        self._audits = [a for a in self._audits if a is not audit]
+        log.warning("the audit %s is turned off because of an error of its own", audit.code, exc_info=error)
+        self._sink.add_observation(
+            CaptureNotice(
+                step=self._open.step, message=f"The audit {audit.code} is off: {type(error).__name__}: {error}"
+            )
+        )
 
     # ------------------------------------------------------------------ reading
 
