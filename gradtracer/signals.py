@@ -53,6 +53,12 @@ _ALL = (
     Signal("attention_key_share", "layer", "", "Share of attention rows that look most at the most looked-at key."),
     Signal("row_spread", "layer", "", "Variance between output rows over their mean square; 0 where all are one."),
     Signal("row_variance", "layer", "", "Variance between output rows, mean over features."),
+    Signal(
+        "latent_information", "layer", "nats", "What a sampled latent can carry: sum of ln(1 + Var mu / sigma^2) / 2."
+    ),
+    Signal("latent_kl", "layer", "nats", "Divergence of a sampled latent from the standard normal law, per example."),
+    Signal("codebook_perplexity", "layer", "codes", "Perplexity of the codes that a batch's vectors are nearest to."),
+    Signal("codebook_usage", "layer", "", "That perplexity over the number of codes that the batch could use."),
     Signal("num_non_finite_activation", "layer", "elements", "Non-finite elements in the output."),
 )
 
