@@ -59,6 +59,12 @@ _ALL = (
     Signal("latent_kl", "layer", "nats", "Divergence of a sampled latent from the standard normal law, per example."),
     Signal("codebook_perplexity", "layer", "codes", "Perplexity of the codes that a batch's vectors are nearest to."),
     Signal("codebook_usage", "layer", "", "That perplexity over the number of codes that the batch could use."),
+    Signal("starved_expert_fraction", "layer", "", "Share of a router's experts without gradient in the last samples."),
+    Signal("routing_top_share", "layer", "", "Share of rows for which a router prefers its most preferred expert."),
+    Signal("unseen_row_fraction", "layer", "", "Share of an embedding's rows that no sampled batch has looked up."),
+    Signal("silent_row_fraction", "layer", "", "Of rows looked up in 10 samples: share that never had a gradient."),
+    Signal("row_update_ratio", "layer", "", "||update|| / ||row|| of the rows of an embedding that a batch looks up."),
+    Signal("rare_row_gradient", "layer", "", "Gradient a look-up of rarely drawn rows over that of the most drawn."),
     Signal("num_non_finite_activation", "layer", "elements", "Non-finite elements in the output."),
 )
 
