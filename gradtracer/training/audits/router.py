@@ -52,8 +52,9 @@ class RouterAudit(Audit):
         balance one expert ends up with everything.
 
     Definition:
-        Experts are the E >= 2 children of an `nn.ModuleList` or `nn.ModuleDict`, of equal parameter shapes. They form a mixture if the
-        owner of the list also holds, outside of it, a module whose weight has E rows or a bare matrix with E columns,
+        Experts are the E >= 2 children of an `nn.ModuleList` or `nn.ModuleDict`, of equal parameter shapes. They form a
+        mixture if the owner of the list also holds, outside of it, a module whose weight has E rows or a bare matrix
+        with E columns,
         and the rows that experts receive are rows of what the router or the owner receives. Of the gradient norms g_e
         of experts: starved_expert_fraction is the share of experts with ``g_e <= 0.01 max g`` in each of the last 8
         samples (no unit); routing_top_share the largest share of rows whose largest router output is one expert's.
