@@ -68,6 +68,7 @@ from gradtracer.records import (
     SemanticEvent,
     Severity,
 )
+from gradtracer.redetection import redetect as redetected
 from gradtracer.report import build_report
 from gradtracer.runs import Run, find_run, flush, open_run, standing
 from gradtracer.series import Series
@@ -346,12 +347,19 @@ class Workspace:
             ),
         )
 
-    def explain_failure(self, run_id: str | None = None) -> Diagnosis:
-        """Ranked causes of what a run shows, with their evidence; works on a dead run too."""
+    def explain_failure(self, run_id: str | None = None, *, redetect: bool = False) -> Diagnosis:
+        """Ranked causes of what a run shows, with their evidence; works on a dead run too.
+
+        Args:
+            run_id: Which run.
+            redetect: Run today's detectors over the recorded steps instead of taking the recorded events.
+        """
         run = find_run(self.home, run_id)
         flush(run)
         with Journal(run.directory) as journal:
             series = Series.from_journal(journal)
+        if redetect:
+            series = redetected(series)
         anything = len(series.steps) or series.events or series.observations
         hypotheses = diagnose(series) if anything else ()
         return Diagnosis(
