@@ -43,7 +43,10 @@ _ALL = (
     Signal("activation_std", "layer", "", "Standard deviation of the layer's output."),
     Signal("activation_zero_fraction", "layer", "", "Share of exact zeros in the output."),
     Signal(
-        "dead_unit_fraction", "layer", "", "Share of units of a rectifier that are zero for every row of the batch."
+        "dead_unit_fraction",
+        "layer",
+        "",
+        "Share of units of a rectifier that were zero in each of the last 256 rows read.",
     ),
     Signal("saturated_fraction", "layer", "", "Share of outputs of tanh or sigmoid within 1 % of a bound."),
     Signal("effective_rank", "layer", "", "Participation ratio (tr C)^2 / tr C^2 of the output's covariance."),

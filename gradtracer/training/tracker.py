@@ -137,6 +137,8 @@ class FlowTracker:
         self._pid = os.getpid()
         self._is_main_rank = _rank() == 0
         self._described_optimizers: tuple[Any, ...] = ()
+        self._seemed_missing: list[str] = []
+        self._missing: list[str] = []
         self._manifest: RunManifest | None = None
         self.run_id, self.directory = "", Path()
         if not self._is_main_rank:
@@ -358,8 +360,10 @@ class FlowTracker:
     def _describe_optimizers(self, step: int) -> None:
         capture = self._capture
         missing = capture.unheld_with_gradient() if step >= min(_COVERAGE_STEPS) else []
-        if missing:
-            missing = _without_idle_optimizers(missing, capture)
+        if missing and missing != self._seemed_missing:
+            self._seemed_missing = missing
+            self._missing = _without_idle_optimizers(missing, capture)
+        missing = self._missing if missing else []
         described = tuple(
             (
                 type(o).__name__,
