@@ -511,9 +511,7 @@ class Capture:
             self._gradient_was_finite = False
             if blamed is not None:
                 found, layer = blamed
-                self._report(
-                    nonfinite.born_in_gradient(step.step, found, layer, order[-1], self._held_inputs.source)
-                )
+                self._report(nonfinite.born_in_gradient(step.step, found, layer, order[-1], self._held_inputs.source))
                 return
             self._sink.add_observation(
                 NonFiniteOrigin(

@@ -101,7 +101,7 @@ class HeldInputs:
         owners = tuple(graph.owner(n) for n in nodes) if graph.module_of and len(nodes) <= 500 else ()
         stops: list[_Stop] = []
         index: dict[Any, int] = {}
-        keep = set(wanted)
+        keep, expression = set(wanted), set(graph.expression)
         for node in wanted:
             way: list[Any] = []
             at: Any = node
@@ -117,14 +117,14 @@ class HeldInputs:
                 index[stop] = len(stops)
                 kept = KEPT.get(operation_of(stop), ()) if stop in keep else ()
                 owner = (owners[order[stop]] if owners else graph.owner(stop)) if kept else None
+                if kept and owner in (None, "(root)") and stop not in expression:
+                    owner = graph.nearest_layer(stop)
                 stops.append(_Stop(parent, edge, stop.name(), kept, owner))
         names = tuple(n.name() for n in nodes) if len(nodes) <= _MAX_OWNERS else ()
         if not owners and (known := self._plans.get(key)) is not None and known.names == names:
             # A graph that was looked at without its modules does not make us forget where things stand.
             owners = known.owners
-            stops = [
-                _Stop(s.parent, s.edge, s.name, s.keep, o.owner) for s, o in zip(stops, known.stops, strict=False)
-            ]
+            stops = [_Stop(s.parent, s.edge, s.name, s.keep, o.owner) for s, o in zip(stops, known.stops, strict=False)]
         self._plans[key] = _Plan(tuple(stops), names, owners)
 
     def hold(self, key: Hashable, loss: Tensor) -> None:
@@ -167,12 +167,10 @@ class HeldInputs:
             one = singularity(item.node, item.values.get)
             if one is None:
                 continue
-            select = _not_taken(one, values)
+            select = _not_taken(one, values) if one.fault != ATTENTION else None
             if select is not None:
                 name, owner = select.name(), next((i.owner for i in self._held if i.node is select), item.owner)
-                detail = (
-                    f"{one.detail} {name} did not take them, but their gradient is 0 times infinity, which is NaN."
-                )
+                detail = f"{one.detail} {name} did not take them, but their gradient is 0 times infinity, which is NaN."
                 spoilt = Singularity(WHERE, one.node, one.count, one.total, False, detail)
                 found.append((0, spoilt, owner or item.owner))
             else:

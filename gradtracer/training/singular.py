@@ -196,7 +196,7 @@ def _softmax(node: Any, read: Read) -> Singularity | None:
         return None
     rows = torch.isnan(result).all(dim=_axis(dim, result.dim()))
     count = int(rows.sum())
-    if not count or count == rows.numel() and result.shape[0] > 1 and not is_masked(node):
+    if not count or (count == rows.numel() and result.shape[0] > 1 and not is_masked(node)):
         return None
     if not is_masked(node):
         detail = f"{count} of {rows.numel()} rows of {node.name()} are NaN: an infinite score came in."
@@ -311,7 +311,18 @@ def is_predicted_scale(node: Any) -> bool:
         if operation == "Pow":
             below = producer_of(node.next_functions[0][0])
             return below is not None and operation_of(below) in ("Exp", "Softplus")
-        if operation not in ("Mul", "Add", "Expand", "Clone", "Squeeze", "Unsqueeze", "View", "Select", "Slice", "Sqrt"):
+        if operation not in (
+            "Mul",
+            "Add",
+            "Expand",
+            "Clone",
+            "Squeeze",
+            "Unsqueeze",
+            "View",
+            "Select",
+            "Slice",
+            "Sqrt",
+        ):
             return False
         node = next((n for n, _ in node.next_functions if n is not None), None)
     return False
