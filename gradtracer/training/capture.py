@@ -24,9 +24,10 @@ from gradtracer.records import AuditFinding, CaptureNotice, NonFiniteOrigin, Obs
 from gradtracer.samples import LayerTable, Layout, Sample
 from gradtracer.signals import MISSING, NON_FINITE
 from gradtracer.training import nonfinite, statistics
-from gradtracer.training.activations import ActivationCapture, ForwardPass
+from gradtracer.training.activations import ActivationCapture, ForwardPass, first_tensor
 from gradtracer.training.audits import Audit, AuditContext
 from gradtracer.training.graph import LossGraph
+from gradtracer.training.held import HeldInputs
 from gradtracer.training.layers import Layer, layers_of, watched_modules
 from gradtracer.training.schedule import Schedule
 
@@ -188,6 +189,9 @@ class Capture:
         self._found: set[tuple[str, str | None]] = set()
         self._watched = {} if is_compiled(model) else watched_modules(model)
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
+        self._module_of: dict[Any, str] = {}
+        """Names of modules by the graph node of their output, of the sampled step under way."""
+        self._held_inputs = HeldInputs(everything=self._on_device)
         self.forward_order: list[str] = []
         self.fed_by: dict[str, str] = {}
         self.activation_types: dict[str, str] = {}
@@ -238,12 +242,20 @@ class Capture:
             self._loss_was_finite = finite
         else:
             first_non_finite = False
-        if loss.grad_fn is not None and (first_non_finite or now.sampled):
-            graph = LossGraph(loss, self.layer_of_parameter)
+        if loss.grad_fn is None:
+            return
+        which = (len(self._open.updated), len(now.losses))
+        if first_non_finite or now.sampled:
+            graph = LossGraph(loss, self.layer_of_parameter, self._module_of)
             if first_non_finite:
-                self._sink.add_observation(nonfinite.origin_in_graph(graph, now.step))
+                owners = self._held_inputs.owner_in(graph)
+                self._report(
+                    nonfinite.birth_in_graph(graph, now.step, lambda node: owners.get(node) or graph.layer_at(node))
+                )
+            self._held_inputs.learn(which, graph)
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_loss(context, graph))
+        self._held_inputs.hold(which, loss)
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -304,11 +316,30 @@ class Capture:
             self._end(loss.detach().reshape(()), run_commands=True)
         else:
             value = float(loss)
+            if self._on_device:
+                self._look_at_held(value)
             self._end(value if math.isfinite(value) else NON_FINITE, run_commands=True)
+
+    def _look_at_held(self, loss: float) -> None:
+        """On a device: the user has read the loss, so what it depends on is still at hand."""
+        finite = math.isfinite(loss)
+        if not finite and self._loss_was_finite and (blamed := self._held_inputs.blame()) is not None:
+            found, layer = blamed
+            self._report(nonfinite.born_in_loss(self._open.step, found, layer, self._held_inputs.source))
+        self._loss_was_finite = finite
 
     # ------------------------------------------------------------------ audits
 
+    def _report(self, birth: nonfinite.Birth) -> None:
+        self._sink.add_observation(birth.origin)
+        if birth.fault is not None:
+            self._sink.add_observation(birth.fault)
+
     def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            # The innermost module comes first, and keeps the node.
+            self._module_of.setdefault(tensor.grad_fn, name)
         self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
 
     def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
@@ -422,6 +453,8 @@ class Capture:
         return _OpenStep(step, sampled)
 
     def _begin(self, step: int) -> None:
+        self._held_inputs.release()
+        self._module_of = {}
         self._open = self._new_step(step)
 
     def _rejoin(self) -> None:
@@ -519,6 +552,12 @@ class Capture:
         if self._gradient_was_finite and loss != NON_FINITE:
             names = {self.layers[i].name for i in self._layer_index[bad].tolist()}
             order = [n for n in self.forward_order if n in names] or [n.name for n in self.layers if n.name in names]
+            blamed = None if self._on_device else self._held_inputs.blame()
+            self._gradient_was_finite = False
+            if blamed is not None:
+                found, layer = blamed
+                self._report(nonfinite.born_in_gradient(step.step, found, layer, order[-1], self._held_inputs.source))
+                return
             self._sink.add_observation(
                 NonFiniteOrigin(
                     step=step.step, where="backward", layer=order[-1], num_non_finite=len(bad),
