@@ -119,7 +119,7 @@ class LossGraph:
         """The layer whose parameter the node uses directly, or through a transposition or cast."""
         for child, _ in node.next_functions:
             hops = 0
-            while child is not None and hops < 2:
+            while child is not None and hops < 4:  # under autocast: transposition, cast, parameter
                 variable = getattr(child, "variable", None)
                 if variable is not None:
                     return self._layer_of.get(id(variable))
