@@ -161,7 +161,9 @@ class FlowTracker:
             audits=all_audits(),
             loss_fn=loss_fn,
         )
-        self._snapshots = SnapshotStore(self.directory / "snapshots", model, self._capture.optimizers)
+        self._snapshots = SnapshotStore(
+            self.directory / "snapshots", model, self._capture.optimizers, notify=self._put_notice
+        )
         self._controller = Controller(self.run_id, self._capture, self._recorder, self._snapshots)
         self._server = ControlServer(self._controller, self.directory) if serve else None
         if self._server is not None:
@@ -180,12 +182,9 @@ class FlowTracker:
         )
         write_manifest(self.directory, self._manifest)
         if is_compiled(model):
-            self._recorder.add_observation(
-                CaptureNotice(
-                    step=0,
-                    message="The model is compiled: activations are not read, since a forward hook would make it "
-                    "compile again. Gradients, weights and updates are.",
-                )
+            self._put_notice(
+                "The model is compiled: activations are not read, since a forward hook would make it compile again. "
+                "Gradients, weights and updates are."
             )
         self._describe_model(0)
         _OPEN[model] = self
@@ -329,6 +328,9 @@ class FlowTracker:
     def _finish_capture(self) -> None:
         self._capture.close()
         self._describe_optimizers(self._capture.last_step)
+
+    def _put_notice(self, message: str) -> None:
+        self._recorder.add_observation(CaptureNotice(step=max(self._capture.last_step, 0), message=message))
 
     def _on_step_end(self, step: int) -> None:
         if step == 0 or (step < 100 and len(self._capture.forward_order) > self._num_described):
