@@ -225,16 +225,19 @@ class Capture:
             self._loss_was_finite = finite
         else:
             first_non_finite = False
-        if loss.grad_fn is not None and (first_non_finite or now.sampled):
-            graph = LossGraph(loss, self.layer_of_parameter)
+        looked_at = first_non_finite or now.sampled
+        if loss.grad_fn is not None and (looked_at or self._has_constant_audits):
+            graph = LossGraph(loss, self.layer_of_parameter, unscaled)
             if first_non_finite:
                 self._sink.add_observation(nonfinite.origin_in_graph(graph, now.step))
             with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_loss(context, graph))
+                self._audit(lambda audit, context: audit.on_loss(context, graph), sampled=looked_at)
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = False
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_backward(context), sampled=self._now.sampled)
 
     def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -252,9 +255,9 @@ class Capture:
             with torch.no_grad():
                 self._read_gradients(optimizer)
             self._on_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_gradients(context, optimizer))
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_gradients(context, optimizer), sampled=self._open.sampled)
+            if self._open.sampled:
                 self._read_weights(optimizer)
         rate = optimizer.param_groups[0].get("lr", MISSING)
         if not self._open.updated:
@@ -269,10 +272,10 @@ class Capture:
                 self._read_gradients(optimizer)
         else:
             self._after_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._open.sampled:
                 self._read_update()
-                self._audit(lambda audit, context: audit.on_update(context, optimizer))
+            self._audit(lambda audit, context: audit.on_update(context, optimizer), sampled=self._open.sampled)
         self._open.updated.append(id(optimizer))
         if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
             self._end(MISSING, run_commands=True)
@@ -298,16 +301,21 @@ class Capture:
     def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
 
-    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
-        if not self._audits:
+    @property
+    def _has_constant_audits(self) -> bool:
+        return any(audit.every_step for audit in self._audits)
+
+    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]], sampled: bool = True) -> None:
+        audits = [audit for audit in self._audits if sampled or audit.every_step]
+        if not audits:
             return
         now = self._now
         context = AuditContext(
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
-            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
+            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
         )  # fmt: skip
-        for audit in self._audits:
+        for audit in audits:
             try:
                 findings = list(look(audit, context))
             except Exception as error:
