@@ -12,6 +12,9 @@ from typing import Literal
 MISSING = float("nan")
 NON_FINITE = float("inf")
 
+LOSS_LAYER, INPUT_LAYER = "(loss)", "(input)"
+"""Layer names under which signals of the loss and of the model's input are recorded."""
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -63,6 +66,9 @@ _ALL = (
     Signal("codebook_perplexity", "layer", "codes", "Perplexity of the codes that a batch's vectors are nearest to."),
     Signal("codebook_usage", "layer", "", "That perplexity over the number of codes that the batch could use."),
     Signal("num_non_finite_activation", "layer", "elements", "Non-finite elements in the output."),
+    Signal("decay_per_step", "layer", "1/step", "Share of the weights that weight decay takes away at this step."),
+    Signal("decay_over_gradient", "layer", "", "||weight_decay w|| / ||g|| where decay is added to the gradient."),
+    Signal("loss_scale", "layer", "", "Factor by which a GradScaler multiplied the loss; of the layer `(loss)`."),
 )
 
 RUN_SIGNALS: dict[str, Signal] = {s.name: s for s in _ALL if s.scope == "run"}

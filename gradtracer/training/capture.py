@@ -185,7 +185,8 @@ class Capture:
         self.explicit: bool | None = None
         """Whether the user marks steps; None until it is known."""
         self._updates_per_step = 1
-        self._audits, self._loss_fn = audits, loss_fn
+        self._loss_fn = loss_fn
+        self._set_audits(audits)
         self._found: set[tuple[str, str | None]] = set()
         self._watched = {} if is_compiled(model) else watched_modules(model)
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
@@ -245,21 +246,25 @@ class Capture:
         if loss.grad_fn is None:
             return
         which = (len(self._open.updated), len(now.losses))
-        if first_non_finite or now.sampled:
-            graph = LossGraph(loss, self.layer_of_parameter, self._module_of)
+        looked_at = first_non_finite or now.sampled
+        if looked_at or self._constant_audits:
+            graph = LossGraph(loss, self.layer_of_parameter, self._module_of, unscaled)
             if first_non_finite:
                 owners = self._held_inputs.owner_in(graph)
                 self._report(
                     nonfinite.birth_in_graph(graph, now.step, lambda node: owners.get(node) or graph.layer_at(node))
                 )
-            self._held_inputs.learn(which, graph)
+            if looked_at:
+                self._held_inputs.learn(which, graph)
             with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_loss(context, graph))
+                self._audit(lambda audit, context: audit.on_loss(context, graph), sampled=looked_at)
         self._held_inputs.hold(which, loss)
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = False
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_backward(context), sampled=self._now.sampled)
 
     def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -277,9 +282,9 @@ class Capture:
             with torch.no_grad():
                 self._read_gradients(optimizer)
             self._on_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_gradients(context, optimizer))
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_gradients(context, optimizer), sampled=self._open.sampled)
+            if self._open.sampled:
                 self._read_weights(optimizer)
         rate = optimizer.param_groups[0].get("lr", MISSING)
         if not self._open.updated:
@@ -294,10 +299,10 @@ class Capture:
                 self._read_gradients(optimizer)
         else:
             self._after_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._open.sampled:
                 self._read_update()
-                self._audit(lambda audit, context: audit.on_update(context, optimizer))
+            self._audit(lambda audit, context: audit.on_update(context, optimizer), sampled=self._open.sampled)
         self._open.updated.append(id(optimizer))
         if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
             self._end(MISSING, run_commands=True)
@@ -342,16 +347,17 @@ class Capture:
             self._module_of.setdefault(tensor.grad_fn, name)
         self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
 
-    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
-        if not self._audits:
+    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]], sampled: bool = True) -> None:
+        audits = self._audits if sampled else self._constant_audits
+        if not audits:
             return
         now = self._now
         context = AuditContext(
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
-            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
+            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
         )  # fmt: skip
-        for audit in self._audits:
+        for audit in audits:
             try:
                 findings = list(look(audit, context))
             except Exception as error:
@@ -362,9 +368,13 @@ class Capture:
                     self._found.add((found.code, found.layer))
                     self._sink.add_observation(found)
 
+    def _set_audits(self, audits: Sequence[Audit]) -> None:
+        self._audits = audits
+        self._constant_audits = [audit for audit in audits if audit.every_step]
+
     def _retire(self, audit: Audit, error: Exception) -> None:
         """An audit that breaks costs itself, no more."""
-        self._audits = [a for a in self._audits if a is not audit]
+        self._set_audits([a for a in self._audits if a is not audit])
         log.warning("the audit %s is turned off because of an error of its own", audit.code, exc_info=error)
         self._sink.add_observation(
             CaptureNotice(
