@@ -103,7 +103,7 @@ class ActivationCapture:
             return
         with torch.no_grad():
             self._report(name or "", module, inputs, output)
-        tensor = _first_tensor(output) if name is not None else None
+        tensor = first_tensor(output) if name is not None else None
         if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0:
             return
         assert name is not None
@@ -113,7 +113,7 @@ class ActivationCapture:
             return
         key = name if calls == 1 else f"{name}#{calls}"
         with torch.no_grad():
-            self._read(key, module, _first_tensor(inputs), tensor)
+            self._read(key, module, first_tensor(inputs), tensor)
 
     def _read(self, key: str, module: nn.Module, fed: Tensor | None, output: Tensor) -> None:
         feeder = self._producer(fed)
@@ -167,7 +167,8 @@ class ActivationCapture:
         return (since >= DEAD_AFTER_ROWS).float().mean()
 
 
-def _first_tensor(values: Any) -> Tensor | None:
+def first_tensor(values: Any) -> Tensor | None:
+    """The tensor, or the first one of a collection; None where there is none."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, dict):
