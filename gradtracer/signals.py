@@ -57,8 +57,9 @@ _ALL = (
     Signal("attention_saturation", "layer", "", "Share of attention rows with less than a tenth of that entropy."),
     Signal("attention_logit_std", "layer", "", "Standard deviation of the attention's logits over the keys, a mean."),
     Signal("attention_key_share", "layer", "", "Share of attention rows that look most at the most looked-at key."),
-    Signal("row_spread", "layer", "", "Variance between output rows over their mean square; 0 where all are one."),
-    Signal("row_variance", "layer", "", "Variance between output rows, mean over features."),
+    Signal(
+        "row_spread", "layer", "", "One minus the mean cosine over pairs of output rows; 0 where all point one way."
+    ),
     Signal(
         "latent_information", "layer", "nats", "What a sampled latent can carry: sum of ln(1 + Var mu / sigma^2) / 2."
     ),

@@ -25,8 +25,8 @@ class ZombieRows(Detector):
         apart.
 
     Definition:
-        Medians over the last 8 samples, which span 60 steps at least: row_update_ratio at least 0.2 and step_cosine at
-        most -0.25 (both without unit).
+        Medians over the samples of the last 200 steps, at least 8 that span 60 steps: row_update_ratio at least 0.2 and
+        step_cosine at most -0.15 (both without unit).
 
     Thresholds:
         Rows that are learned turn by a tenth of their length in the first steps and by less as they grow. Gradients of
@@ -44,8 +44,8 @@ class ZombieRows(Detector):
     code = "zombie_rows"
     signal = "row_update_ratio"
 
-    RATIO, COSINE = 0.2, -0.25
-    SAMPLES, MIN_STEPS = 8, 60
+    RATIO, COSINE = 0.2, -0.15
+    MIN_SAMPLES, MIN_STEPS, MEMORY = 8, 60, 200
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[int, float, float]]] = {}
@@ -60,9 +60,11 @@ class ZombieRows(Detector):
             cosine = sample.layers.get(layer, "step_cosine")
             if not (math.isfinite(ratio) and math.isfinite(cosine)):
                 continue
-            seen = self._seen.setdefault(layer, deque(maxlen=self.SAMPLES))
+            seen = self._seen.setdefault(layer, deque())
             seen.append((sample.step, ratio, cosine))
-            if len(seen) < self.SAMPLES or seen[-1][0] - seen[0][0] < self.MIN_STEPS:
+            while len(seen) > self.MIN_SAMPLES and sample.step - seen[0][0] > self.MEMORY:
+                seen.popleft()
+            if len(seen) < self.MIN_SAMPLES or seen[-1][0] - seen[0][0] < self.MIN_STEPS:
                 continue
             usual_ratio, usual_cosine = median(r for _, r, _ in seen), median(c for _, _, c in seen)
             if usual_ratio >= self.RATIO and usual_cosine <= self.COSINE:

@@ -55,9 +55,9 @@ class EmbeddingRowsAudit(Audit):
 
     Thresholds:
         A row that has a gradient in a share q of its look-ups stays silent for ten of them with probability
-        ``(1 - q)^10``, so a silent row has q below 0.26 at 95 % confidence. A rectifier behind a narrow table silences a
-        share 2^-width of its rows from the start, 6 % at width 4, hence a fifth. That a table's size is the sum of its fields' sizes, and only the largest of these is in use, is no
-        accident within 2 %.
+        ``(1 - q)^10``, so a silent row has q below 0.26 at 95 % confidence. A rectifier behind a narrow table silences
+        a share 2^-width of its rows from the start, 6 % at width 4, hence a fifth. That a table's size is the sum of
+        its fields' sizes, and only the largest of these is in use, is no accident within 2 %.
 
     Fixes:
         In the source: the index that is looked up, or what masks the rows.
