@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from gradtracer.training.audits import AuditContext
+from gradtracer.training.audits.attention import AttentionAudit
+from gradtracer.training.audits.latent import LatentAudit
+from gradtracer.training.audits.row_spread import RowSpreadAudit
+from gradtracer.training.graph import LossGraph
+from gradtracer.training.layers import layers_of
 from tests.collapse import programs as p
 from tests.collapse.programs import Program, watch
 
@@ -99,3 +106,44 @@ def test_attention_that_narrows_while_the_loss_rises_is_reported(tmp_path: Path)
 def test_a_collapsed_codebook_began_at_step_0(tmp_path: Path) -> None:
     outcome = watch(p.quantiser("embedding", healthy=False), tmp_path)
     assert outcome.hypotheses[0].onset_step == 0
+
+
+class _Checkpointed(torch.nn.Module):
+    """Counts how often its checkpointed part runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = p.Reader(p.Heads("plain", 32, 2, 1.0, None, causal=False), 32)
+        self.num_runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def part(n: torch.Tensor) -> torch.Tensor:
+            self.num_runs += 1
+            return self.reader.attention(n)
+
+        h = self.reader.token(x) + self.reader.place(torch.arange(x.shape[1]))
+        return self.reader.head((h + checkpoint(part, self.reader.norm(h), use_reentrant=False))[:, -1])
+
+
+def test_reading_attention_does_not_run_a_checkpointed_part_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = _Checkpointed()
+    audits = [AttentionAudit(), LatentAudit(), RowSpreadAudit()]
+    x = torch.randint(0, 20, (16, 14))
+    loss = torch.nn.functional.cross_entropy(model(x), x[:, -3])
+    layers = layers_of(model)
+    context = AuditContext(
+        step=0,
+        model=model,
+        layers=layers,
+        optimizers=[],
+        layer_of={id(q): layer.name for layer in layers for _, q in layer.parameters},
+        names={},
+        loss_fn=None,
+        record=lambda layer, signal, value: None,
+    )
+    for audit in audits:
+        assert not [f for f in audit.on_loss(context, LossGraph(loss, context.layer_of)) if f.severity != "info"]
+    assert model.num_runs == 1
+    loss.backward()
+    assert model.num_runs == 2

@@ -18,7 +18,7 @@ from gradtracer.training.graph import LossGraph
 _MIN_CODES, _MIN_ROWS = 4, 16
 _MAX_ROWS = 4_096
 _MAX_CODES, _MAX_WIDTH = 65_536, 4_096
-_LOOK_FOR_STEPS = 10
+_LOOK_FOR_STEPS = 4
 
 
 @dataclass
@@ -46,7 +46,7 @@ class CodebookAudit(Audit):
         distance or by cosine) to vectors that another layer put out before, for at least 95 % of the n. Usage p over
         codes, from at most 4096 vectors; codebook_perplexity ``exp(-sum p ln p)`` in codes, codebook_usage that over
         ``min(K, n)``. Where a batch uses fewer than 3 codes, the table must also be one that only the loss itself reads
-        with a gradient, or have none: the straight-through estimator. Tables are looked for in the first 10 sampled
+        with a gradient, or have none: the straight-through estimator. Tables are looked for in the first 4 sampled
         steps.
 
     Thresholds:
@@ -134,14 +134,13 @@ class CodebookAudit(Audit):
             rows = _as_rows(received, table.shape[1]) if made else None
             if rows is None or made is None or rows.shape[0] < _MIN_ROWS:
                 continue
-            some = _evenly(rows, 256)
             codes = table.detach()
-            distances = torch.cdist(some.float(), codes.float())
-            scale = codes.float().norm(dim=1).mean()
-            # A straight-through estimator adds and takes away the vector, so rows are met up to rounding.
-            if float(distances.amin(dim=1).amax()) > 1e-3 * float(scale):
+            if not _are_rows_of(_evenly(rows, 4), codes):
                 continue
-            chosen = distances.argmin(dim=1)
+            some = _evenly(rows, 256)
+            if not _are_rows_of(some, codes):
+                continue
+            chosen = _nearest(some, codes)
             for fed_by, vectors in made:
                 if vectors.shape[0] != rows.shape[0]:
                     continue
@@ -164,6 +163,12 @@ def usage_perplexity(codes: Tensor, num_codes: int) -> Tensor:
     counts.scatter_add_(0, codes, torch.ones_like(codes, dtype=torch.float32))
     shares = counts / counts.sum()
     return torch.special.entr(shares).sum().exp()
+
+
+def _are_rows_of(rows: Tensor, table: Tensor) -> bool:
+    """Whether all rows stand in the table, up to the rounding of the straight-through estimator."""
+    nearest = torch.cdist(rows.float(), table.float()).amin(dim=1)
+    return bool(nearest.amax() <= 1e-3 * table[:: max(1, len(table) // 256)].float().norm(dim=1).mean())
 
 
 def _nearest(rows: Tensor, table: Tensor) -> Tensor:

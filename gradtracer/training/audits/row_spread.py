@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradtracer.records import AuditFinding, Severity
 from gradtracer.training.audits._reading import RESHAPING, children, facing, first_tensor
 from gradtracer.training.audits.base import AUDITS, LOSS, Audit, AuditContext, finding
-from gradtracer.training.graph import LossGraph
+from gradtracer.training.graph import LossGraph, saved
 
 _MAX_ROWS, _MAX_FEATURES = 256, 512
 _MIN_ROWS = 8
@@ -25,8 +25,8 @@ _PICKING = (
 _LAYERS = ("Addmm", "Mm", "Convolution", "Native", "Embedding", "Linear", "Cudnn", "IndexSelect", "Index")
 _NORMALISING = frozenset({"DivBackward0", "ClampMinBackward0", "MeanBackward1", "IndexBackward0", "SelectBackward0"})
 _TARGETS = {
-    "MulBackward0": "_saved_other", "MseLossBackward0": "_saved_target", "SmoothL1LossBackward0": "_saved_target",
-    "HuberLossBackward0": "_saved_target", "SoftMarginLossBackward0": "_saved_target",
+    "MulBackward0": "other", "MseLossBackward0": "target", "SmoothL1LossBackward0": "target",
+    "HuberLossBackward0": "target", "SoftMarginLossBackward0": "target",
 }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _target_spread(graph: LossGraph) -> Tensor | None:
         kept = _TARGETS.get(node.name())
         if kept is None or len(list(children(node))) != 1:
             continue
-        target = getattr(node, kept, None)
+        target = saved(node, kept)
         if isinstance(target, Tensor) and target.is_floating_point() and not target.requires_grad:
             spread = row_spread(target)
             if spread is not None:
