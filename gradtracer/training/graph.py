@@ -15,7 +15,14 @@ from torch import Tensor
 from gradtracer.records import SourceLocation
 
 _MAX_NODES = 50_000
-_PASS_THROUGH = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "ExpandBackward0"})
+_PASS_THROUGH = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "T", "Transpose", "ToCopy", "View", "Expand", "Split", "SplitWithSizes", "Chunk", "Unbind", "Select", "Slice",
+        "Unsqueeze", "Squeeze",
+    )
+)  # fmt: skip
+"""What may stand between a parameter and the operation that uses it."""
 _SAME_VALUES = frozenset(
     f"{name}Backward{i}"
     for name in (
@@ -119,7 +126,7 @@ class LossGraph:
         """The layer whose parameter the node uses directly, or through a transposition or cast."""
         for child, _ in node.next_functions:
             hops = 0
-            while child is not None and hops < 2:
+            while child is not None and hops < 3:
                 variable = getattr(child, "variable", None)
                 if variable is not None:
                     return self._layer_of.get(id(variable))
