@@ -11,8 +11,8 @@ written), and see sampled steps only, plus the first step at which a loss is not
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class AuditContext:
     loss_fn: Callable[..., Any] | None
     record: Callable[[str, str, Tensor | float], None]
     """``record(layer, signal, value)``: a scalar (on any device) under a signal of `gradtracer.signals`."""
+    silent: Mapping[int, str] = field(default_factory=dict[int, str])
+    """By storage address of the output: modules in training mode that ran in this step while gradients were off."""
 
 
 class Audit(ABC):
