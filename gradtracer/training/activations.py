@@ -67,6 +67,8 @@ class ActivationCapture:
         self._thread = 0
         self._pass = ForwardPass()
         self._rows_since_active: dict[str, Tensor] = {}
+        self.silent: dict[int, tuple[str, Tensor]] = {}
+        """By storage address: outputs of modules in training mode that ran while gradients were off."""
         self.in_backward = False
         """Set while backward runs: a checkpointed forward is run again there, and is not a new pass."""
 
@@ -79,6 +81,7 @@ class ActivationCapture:
         """Read from now until `disarm`."""
         if self._handle is None and self._names:
             self._thread = threading.get_ident()
+            self.silent = {}
             self._handle = register_module_forward_hook(self._after_forward)
 
     def disarm(self) -> ForwardPass:
@@ -92,14 +95,12 @@ class ActivationCapture:
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
-        if (
-            (name is None and module is not self._model)
-            or self.in_backward
-            or not torch.is_grad_enabled()
-            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-            or torch.compiler.is_compiling()
-            or threading.get_ident() != self._thread
-        ):
+        if not torch.is_grad_enabled() and name is not None and module.training and self._is_ours():
+            tensor = first_tensor(output)
+            if tensor is not None:
+                self.silent[tensor.untyped_storage().data_ptr()] = (name, tensor)
+            return
+        if (name is None and module is not self._model) or not torch.is_grad_enabled() or not self._is_ours():
             return
         with torch.no_grad():
             self._report(name or "", module, inputs, output)
@@ -114,6 +115,15 @@ class ActivationCapture:
         key = name if calls == 1 else f"{name}#{calls}"
         with torch.no_grad():
             self._read(key, module, first_tensor(inputs), tensor)
+
+    def _is_ours(self) -> bool:
+        """Whether this is a forward pass of the training thread, and no other kind of run."""
+        return not (
+            self.in_backward
+            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+            or torch.compiler.is_compiling()
+            or threading.get_ident() != self._thread
+        )
 
     def _read(self, key: str, module: nn.Module, fed: Tensor | None, output: Tensor) -> None:
         feeder = self._producer(fed)
