@@ -16,6 +16,7 @@ from gradtracer.training.audits.base import AUDITS, Audit, AuditContext
 from gradtracer.training.graph import LossGraph
 
 _TAKES_WHOLE = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input"}
+_FLOORS = ("AddBackward0", "ClampBackward0", "ClampMinBackward0")
 _MAX_ROWS = 1_024
 
 
@@ -138,7 +139,8 @@ def _sampled(graph: LossGraph) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
             if product.name() != "MulBackward0" or len(list(children(product))) != 1:
                 continue
             noise = product._saved_other if product._saved_other is not None else product._saved_self
-            scale = below_reshaping(next(children(product)))
+            # A floor under the scale (an addition of a constant, a clamp) is passed over.
+            scale = below_reshaping(next(children(product)), _FLOORS)
             sigma = _sigma(scale)
             if (
                 noise is not None
