@@ -23,7 +23,8 @@ class WarmupMissing(Cause):
         Evidence, with its log-likelihood ratio in nats: the first updates of an adaptive optimizer moved all layers far
         and the loss has not fallen since (unsettled_start): +5.5, of their norm by 0.3 or more: -3 (then the rate is
         too high at any time); or, in an attention model under Adam at full rate from step 0, updates overshot or the
-        loss jumped in the first 50 steps and never again: +3.5; the gradient vanishes: -2.
+        loss jumped in the first 50 steps and never again: +3.5; the gradient vanished within the
+        first 10 steps: -2 (later it is what became of it).
         Onset: step 0.
 
     Thresholds:
@@ -42,6 +43,7 @@ class WarmupMissing(Cause):
     prior = 0.02
 
     EARLY = 50
+    FIRST_STEPS = 10
     TOO_FAR = 0.3
 
     def consider(self, series: Series) -> Case | None:
@@ -64,7 +66,8 @@ class WarmupMissing(Cause):
             found.append(evidence(statement, 3.5, events=events))
         else:
             return None
-        if faded := warnings_of(series, "vanishing_gradient"):
+        faded = warnings_of(series, "vanishing_gradient")
+        if faded and faded[0].step < self.FIRST_STEPS:
             found.append(evidence(faded[0].message, -2.0, events=faded))
         rate = last_rate(series)
         fixes = (fix("rollback", "Weights and moments are as in the first steps; warm up next."),)
@@ -74,11 +77,11 @@ class WarmupMissing(Cause):
         return Case(
             evidence=found,
             onset_step=0,
-            explanation=f"{events[0].message} The rate was {rate:.3g} from the first step on; the second moments of the "
-            "optimizer rested on a few batches then.",
+            explanation=f"{events[0].message} The rate was {rate:.3g} from the first step on; the second moments "
+            "of the optimizer rested on a few batches then.",
             event_ids=event_ids(events),
-            advice="Raise the learning rate from 0 over the first hundreds of steps (a LambdaLR stepped at every batch), "
-            "or put the normalisation before attention and feed-forward (norm_first=True).",
+            advice="Raise the learning rate from 0 over the first hundreds of steps (a LambdaLR stepped at every "
+            "batch), or put the normalisation before attention and feed-forward (norm_first=True).",
             fixes=fixes,
         )
 

@@ -28,7 +28,7 @@ class UnsettledStart(Detector):
         All must hold (no units): the optimizer is of Adam's kind; the model has attention or at least 8 layers; the
         rate of the first step is at least half of the largest of the first 20; in one of the first three steps the
         median over layers of ``||update|| / ||w||`` is at least 0.08; after 120 steps the loss of the last 20 is above
-        0.95 of the first one, and not below that of steps 20 to 40 (rank sum z > -3).
+        0.95 of the first one, and not below that of steps 60 to 80 (rank sum z > -3).
 
     Thresholds:
         0.08: Adam's first update has the ratio eta / RMS(w); at the usual 1e-3 and RMS(w) of 0.02 to 0.1 it is 0.01 to
@@ -51,6 +51,7 @@ class UnsettledStart(Detector):
     MIN_STEPS = 120
     FIRST_STEPS = 3
     WINDOW = 20
+    EARLY = 60
     STALLED = 0.95
     NO_TREND_Z = -3.0
 
@@ -72,7 +73,7 @@ class UnsettledStart(Detector):
             attends = any("Attention" in t or "Transformer" in t for t in types)
             named = any("attn" in layer.name.lower() or "attention" in layer.name.lower() for layer in layers)
             self._applies = attends or named or len(layers) >= self.MIN_LAYERS
-        elif isinstance(observation, OptimizerDescription) and self._num_steps == 0:
+        elif isinstance(observation, OptimizerDescription) and self._num_steps <= self.WINDOW:
             self._adaptive = "Adam" in observation.type
 
     def assess(self, sample: Sample) -> Sequence[Finding] | None:
@@ -87,7 +88,7 @@ class UnsettledStart(Detector):
         if not math.isfinite(sample.loss):
             return None
         self._loss.update(sample.loss)
-        if self.WINDOW <= self._num_steps - 1 < 2 * self.WINDOW:
+        if 0 <= self._num_steps - 1 - self.EARLY < self.WINDOW:
             self._early.append(sample.loss)
         self._last = [*self._last[-self.WINDOW + 1 :], sample.loss]
         if not (self._applies and self._adaptive and self._ratio >= self.FAR) or self._num_steps < self.MIN_STEPS:

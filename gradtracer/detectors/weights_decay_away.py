@@ -26,8 +26,8 @@ class WeightsDecayAway(Detector):
         and decay explains it, that is the median of ``w_d ||w|| / ||g||`` over the sampled steps is at least 0.8, or
         the sum over steps of ``eta w_d`` is at least 0.7 of ``ln(||w_max|| / ||w||)``. All must hold: at least half of
         these layers shrink, at least 30 steps, and the loss has gained less than a fifth of its first value (less than
-        four fifths, where decay alone takes the weights to 1/e in 50 steps or fewer), or has given up at least half of what
-        it had gained.
+        four fifths, where decay alone takes the weights to 1/e in 50 steps or fewer), or has given up at least half
+        of what it had gained.
 
     Thresholds:
         0.8: at the balance of decay and gradient both terms are equal, and the median is about 1. Half of the norm: an

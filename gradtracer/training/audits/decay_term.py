@@ -28,7 +28,8 @@ class DecayTerm(Audit):
     Definition:
         With decay w_d and rate eta, for the parameters that have a decay: signal decay_per_step =
         ``eta w_d / (1 - mu)`` (share of the weights a step, with momentum mu; for decoupled decay and for plain
-        gradient descent), signal decay_over_gradient = ``w_d ||w|| / ||g||`` where decay is added to the gradient. No units. Nothing is found by this audit alone; the
+        gradient descent), signal decay_over_gradient = ``w_d ||w|| / ||g||`` where decay is added to the
+        gradient. No units. Nothing is found by this audit alone; the
         rule weights_decay_away reads the signals.
 
     Thresholds:

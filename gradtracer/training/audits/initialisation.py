@@ -22,7 +22,7 @@ _ROWS_OF_GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 _SAMPLE = 16_384
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Weight:
     layer: str
     parameter: nn.Parameter
@@ -127,7 +127,7 @@ class Initialisation(Audit):
         fed = next((float(f.fed) for f in flows.values() if not math.isnan(float(f.fed))), math.nan)
         large = [w for w in weights if w.gain >= (self._recurrent_gain if w.recurrent else self.LARGE)]
         if large and not fed > self.LARGE_INPUT:
-            wide = [w for w in weights if w in large or w.gain >= self.ABOVE_USUAL]
+            wide = [w for w in weights if w.gain >= self.ABOVE_USUAL or any(w is other for other in large)]
             for statement, measure in (*self._first_loss(graph), *self._saturation(flows)):
                 yield self._off(context, "weights_too_large", wide[0], wide, statement, measure)
                 return
