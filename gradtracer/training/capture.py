@@ -306,6 +306,9 @@ class Capture:
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
             record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
+            kwargs=self.activations.kwargs,
+            waited_s=self.activations.waited_s,
+            computed_s=self.activations.computed_s,
         )  # fmt: skip
         for audit in self._audits:
             try:

@@ -11,7 +11,7 @@ written), and see sampled steps only, plus the first step at which a loss is not
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +44,12 @@ class AuditContext:
     loss_fn: Callable[..., Any] | None
     record: Callable[[str, str, Tensor | float], None]
     """``record(layer, signal, value)``: a scalar (on any device) under a signal of `gradtracer.signals`."""
+    kwargs: Mapping[str, Any] | None = None
+    """Keyword arguments of the call, in `on_forward`; None where they are not known."""
+    waited_s: float | None = None
+    """Time from the end of the step before to the first layer that ran in this one; None where that was not seen."""
+    computed_s: float | None = None
+    """Time since then."""
 
 
 class Audit(ABC):
