@@ -12,6 +12,9 @@ from typing import Literal
 MISSING = float("nan")
 NON_FINITE = float("inf")
 
+LOSS_LAYER, INPUT_LAYER = "(loss)", "(input)"
+"""Layer names under which signals of the loss and of the model's input are recorded."""
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -43,11 +46,29 @@ _ALL = (
     Signal("activation_std", "layer", "", "Standard deviation of the layer's output."),
     Signal("activation_zero_fraction", "layer", "", "Share of exact zeros in the output."),
     Signal(
-        "dead_unit_fraction", "layer", "", "Share of units of a rectifier that are zero for every row of the batch."
+        "dead_unit_fraction",
+        "layer",
+        "",
+        "Share of units of a rectifier that were zero in each of the last 256 rows read.",
     ),
     Signal("saturated_fraction", "layer", "", "Share of outputs of tanh or sigmoid within 1 % of a bound."),
     Signal("effective_rank", "layer", "", "Participation ratio (tr C)^2 / tr C^2 of the output's covariance."),
+    Signal("attention_entropy", "layer", "", "Mean entropy of attention rows over the log of the keys they may see."),
+    Signal("attention_saturation", "layer", "", "Share of attention rows with less than a tenth of that entropy."),
+    Signal("attention_logit_std", "layer", "", "Standard deviation of the attention's logits over the keys, a mean."),
+    Signal("attention_key_share", "layer", "", "Share of attention rows that look most at the most looked-at key."),
+    Signal("row_spread", "layer", "", "Variance between output rows over their mean square; 0 where all are one."),
+    Signal("row_variance", "layer", "", "Variance between output rows, mean over features."),
+    Signal(
+        "latent_information", "layer", "nats", "What a sampled latent can carry: sum of ln(1 + Var mu / sigma^2) / 2."
+    ),
+    Signal("latent_kl", "layer", "nats", "Divergence of a sampled latent from the standard normal law, per example."),
+    Signal("codebook_perplexity", "layer", "codes", "Perplexity of the codes that a batch's vectors are nearest to."),
+    Signal("codebook_usage", "layer", "", "That perplexity over the number of codes that the batch could use."),
     Signal("num_non_finite_activation", "layer", "elements", "Non-finite elements in the output."),
+    Signal("decay_per_step", "layer", "1/step", "Share of the weights that weight decay takes away at this step."),
+    Signal("decay_over_gradient", "layer", "", "||weight_decay w|| / ||g|| where decay is added to the gradient."),
+    Signal("loss_scale", "layer", "", "Factor by which a GradScaler multiplied the loss; of the layer `(loss)`."),
     Signal(
         "label_entropy", "layer", "nats", "Entropy of the labels over all sampled steps: the loss of a blind guess."
     ),

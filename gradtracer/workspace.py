@@ -38,7 +38,6 @@ from gradtracer.home import home_directory, list_run_directories
 from gradtracer.journal import Journal
 from gradtracer.recorded import (
     check_layers,
-    health_of,
     layer_column,
     metric,
     model_layers,
@@ -69,7 +68,7 @@ from gradtracer.records import (
     Severity,
 )
 from gradtracer.redetection import redetect as redetected
-from gradtracer.report import build_report
+from gradtracer.report import build_report, layer_health
 from gradtracer.runs import Run, find_run, flush, open_run, standing
 from gradtracer.series import Series
 from gradtracer.signals import LAYER_SIGNALS, RUN_SIGNALS
@@ -335,7 +334,7 @@ class Workspace:
                 LayerStats(
                     layer=layer,
                     type=types.get(layer, ""),
-                    health=health_of(table.get(layer, "grad_norm")),
+                    health=layer_health(table, layer),
                     stats=tuple(
                         LayerStat(signal=signal, value=number(value))
                         for signal in LAYER_SIGNALS

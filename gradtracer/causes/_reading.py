@@ -131,6 +131,29 @@ def layer_info(series: Series, layer: str | None) -> LayerInfo | None:
     return next((info for info in model.layers if info.name == layer), None) if model and layer else None
 
 
+_FAULTS_OF_THE_PROGRAM = {
+    "gradients_never_cleared": -6.0,
+    "gradients_still_scaled": -6.0,
+    "weights_too_large": -6.0,
+    "epsilon_underflows": -6.0,
+    "half_precision_overflow": -5.0,
+    "accumulation_not_averaged": -5.0,
+    "optimizer_state_lost": -4.0,
+}
+
+
+def outdone_by_the_program(series: Series, began: float) -> list[Evidence]:
+    """What speaks against a cause of overshooting: a fact about the program that makes steps too large by itself.
+
+    Args:
+        series: The run.
+        began: First step of the symptoms; what was found later is no reason for them.
+    """
+    found = [f for f in series.audit(*_FAULTS_OF_THE_PROGRAM) if f.step <= began + 1]
+    worst = min(found, key=lambda f: _FAULTS_OF_THE_PROGRAM[f.code], default=None)
+    return [evidence(worst.detail, _FAULTS_OF_THE_PROGRAM[worst.code], measures=worst.measures)] if worst else []
+
+
 def source_of(series: Series, layer: str | None) -> SourceLocation | None:
     """Where the layer stands in the user's program, else where the model does."""
     info = layer_info(series, layer)

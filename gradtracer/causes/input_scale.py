@@ -28,7 +28,7 @@ class InputScale(Cause):
         within 20 steps of its start without a jump of the rate, or first activations are saturated. Evidence, with its
         log-likelihood ratio in nats: that: +4; the input's root mean square is 100 or more: +5, 10 or more: +2, else
         -4 (the same for targets, where they alone are large); one layer has 90 % of the squared gradient: +1; the rate
-        is at most 0.01: +1.
+        is at most 0.01: +1; no update was ever made: -5 (a loss scaler skips what overflows in half precision).
         Root: the layer with the largest gradient at the first step. Onset: the first step that broke.
 
     Thresholds:
@@ -79,6 +79,9 @@ class InputScale(Cause):
         layer, share = self._dominating(series)
         if layer and share >= 0.9:
             found.append(evidence(f"{layer} has {share:.0%} of the squared gradient at the first step.", 1.0))
+        updates = [v for _, table in series.tables for v in table.signal("update_ratio").values()]
+        if not updates:
+            found.append(evidence("No update was made, as where a loss scaler skips them.", -5.0))
         rates = series.run("learning_rate")
         if len(rates) and rates[0] <= 0.01:
             found.append(evidence(f"The learning rate of {rates[0]:.3g} is an ordinary one.", 1.0))

@@ -10,6 +10,7 @@ from gradtracer.causes._reading import (
     first_step,
     fix,
     last_rate,
+    outdone_by_the_program,
     rate_at,
     rate_jump,
     rounded,
@@ -36,7 +37,8 @@ class LearningRateTooHigh(Cause):
         an update overshot (update_ratio_too_high): +3; before any other symptom: +1; the loss diverged: +1.5; it rose
         and stayed up (loss_spike): +1; the rate rose fivefold beyond all it had been, within 10 steps before: +3; the
         gradient was in proportion to weights and loss then: +1, or it was not (exploding_gradient came first): -3; the
-        batch held non-finite values first: -6; the rate has gone back since: -5.
+        batch held non-finite values first: -6; the rate has gone back since: -5; the program
+        itself makes steps too large (gradients never cleared or not averaged, weights drawn too large): -4 to -6.
         Onset: the step of the jump of the rate, else that of the first symptom.
 
     Thresholds:
@@ -91,6 +93,7 @@ class LearningRateTooHigh(Cause):
                 )
             )
         found.extend(self._against(series, overshoots, began, onset))
+        found.extend(outdone_by_the_program(series, began))
         now = last_rate(series)
         return Case(
             evidence=found,

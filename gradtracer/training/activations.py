@@ -78,6 +78,8 @@ class ActivationCapture:
         self._armed_s = 0.0
         self.first_call_s: float | None = None
         """When the first layer of any model ran since reading began, with or without gradients."""
+        self.silent: dict[int, tuple[str, Tensor]] = {}
+        """By storage address: outputs of modules in training mode that ran while gradients were off."""
         self.in_backward = False
         """Set while backward runs: a checkpointed forward is run again there, and is not a new pass."""
 
@@ -100,6 +102,7 @@ class ActivationCapture:
         """Read from now until `disarm`."""
         if self._handle is None and self._names:
             self._thread = threading.get_ident()
+            self.silent = {}
             self._armed_s, self.first_call_s = time.perf_counter(), None
             hook = self._after_call if _HOOKS_TAKE_KWARGS else self._after_forward
             self._handle = register_module_forward_hook(hook, **_HOOKS_TAKE_KWARGS)
@@ -122,18 +125,16 @@ class ActivationCapture:
         name = self._names.get(id(module))
         if self.first_call_s is None and threading.get_ident() == self._thread:
             self.first_call_s = time.perf_counter()
-        if (
-            (name is None and module is not self._model)
-            or self.in_backward
-            or not torch.is_grad_enabled()
-            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-            or torch.compiler.is_compiling()
-            or threading.get_ident() != self._thread
-        ):
+        if not torch.is_grad_enabled() and name is not None and module.training and self._is_ours():
+            tensor = first_tensor(output)
+            if tensor is not None:
+                self.silent[tensor.untyped_storage().data_ptr()] = (name, tensor)
+            return
+        if (name is None and module is not self._model) or not torch.is_grad_enabled() or not self._is_ours():
             return
         with torch.no_grad():
             self._report(name or "", module, inputs, output)
-        tensor = _first_tensor(output) if name is not None else None
+        tensor = first_tensor(output) if name is not None else None
         if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0:
             return
         assert name is not None
@@ -143,7 +144,16 @@ class ActivationCapture:
             return
         key = name if calls == 1 else f"{name}#{calls}"
         with torch.no_grad():
-            self._read(key, module, _first_tensor(inputs), tensor)
+            self._read(key, module, first_tensor(inputs), tensor)
+
+    def _is_ours(self) -> bool:
+        """Whether this is a forward pass of the training thread, and no other kind of run."""
+        return not (
+            self.in_backward
+            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+            or torch.compiler.is_compiling()
+            or threading.get_ident() != self._thread
+        )
 
     def _read(self, key: str, module: nn.Module, fed: Tensor | None, output: Tensor) -> None:
         feeder = self._producer(fed)
@@ -197,7 +207,8 @@ class ActivationCapture:
         return (since >= DEAD_AFTER_ROWS).float().mean()
 
 
-def _first_tensor(values: Any) -> Tensor | None:
+def first_tensor(values: Any) -> Tensor | None:
+    """The tensor, or the first one of a collection; None where there is none."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, dict):

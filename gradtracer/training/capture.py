@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from gradtracer.records import AuditFinding, CaptureNotice, NonFiniteOrigin, Obs
 from gradtracer.samples import LayerTable, Layout, Sample
 from gradtracer.signals import MISSING, NON_FINITE
 from gradtracer.training import nonfinite, statistics
-from gradtracer.training.activations import ActivationCapture, ForwardPass
+from gradtracer.training.activations import ActivationCapture, ForwardPass, first_tensor
 from gradtracer.training.audits import Audit, AuditContext
 from gradtracer.training.graph import LossGraph
+from gradtracer.training.held import HeldInputs
 from gradtracer.training.layers import Layer, layers_of, watched_modules
 from gradtracer.training.schedule import Schedule
 
@@ -95,10 +96,11 @@ class _OpenStep:
     def forget_update(self) -> None:
         """Drop what was read of gradients and updates."""
         for readings in (
-            self.updated, self.index, self.grad_norms, self.grad_means, self.weight_norms, self.updates, self.cosines,
+            self.updated, self.grad_norms, self.grad_means, self.weight_norms, self.updates, self.cosines,
             self.zero_rows,
         ):  # fmt: skip
             readings.clear()
+        self.index = []
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,18 @@ class _Held:
     sizes: tuple[int, ...]
     index: list[int]
     parameters: list[nn.Parameter]
+    is_uniform: bool
+    """Whether all are of one device and one type that is not half: their norms are one call."""
+
+    def norms(self, gradients: list[Tensor]) -> Tensor | None:
+        """Norms where every parameter has a dense gradient, `[len(index)]`; None where one is None, sparse or half."""
+        if not self.is_uniform or not gradients:
+            return None
+        try:
+            found = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+        except (TypeError, RuntimeError, NotImplementedError):  # one is missing, sparse, or of another kind
+            return None
+        return torch.stack(found)
 
 
 class Capture:
@@ -171,14 +185,18 @@ class Capture:
         self.explicit: bool | None = None
         """Whether the user marks steps; None until it is known."""
         self._updates_per_step = 1
-        self._audits, self._loss_fn = audits, loss_fn
+        self._loss_fn = loss_fn
+        self._set_audits(audits)
         self._found: set[tuple[str, str | None]] = set()
         self._watched = {} if is_compiled(model) else watched_modules(model)
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
+        self._module_of: dict[Any, str] = {}
+        """Names of modules by the graph node of their output, of the sampled step under way."""
+        self._held_inputs = HeldInputs(everything=self._on_device)
         self.forward_order: list[str] = []
         self.fed_by: dict[str, str] = {}
         self.activation_types: dict[str, str] = {}
-        self._recent: deque[tuple[int, np.ndarray]] = deque(maxlen=_LOOK_BACK)
+        self._recent: deque[tuple[int, Sequence[int], np.ndarray]] = deque(maxlen=_LOOK_BACK)
         self._tabled: deque[int] = deque(maxlen=4 * _LOOK_BACK)
         self._last_gradients: dict[int, Tensor] = {}
         self._weights_before: list[Tensor] = []
@@ -225,16 +243,28 @@ class Capture:
             self._loss_was_finite = finite
         else:
             first_non_finite = False
-        if loss.grad_fn is not None and (first_non_finite or now.sampled):
-            graph = LossGraph(loss, self.layer_of_parameter)
+        if loss.grad_fn is None:
+            return
+        which = (len(self._open.updated), len(now.losses))
+        looked_at = first_non_finite or now.sampled
+        if looked_at or self._constant_audits:
+            graph = LossGraph(loss, self.layer_of_parameter, self._module_of, unscaled)
             if first_non_finite:
-                self._sink.add_observation(nonfinite.origin_in_graph(graph, now.step))
+                owners = self._held_inputs.owner_in(graph)
+                self._report(
+                    nonfinite.birth_in_graph(graph, now.step, lambda node: owners.get(node) or graph.layer_at(node))
+                )
+            if looked_at:
+                self._held_inputs.learn(which, graph)
             with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_loss(context, graph))
+                self._audit(lambda audit, context: audit.on_loss(context, graph), sampled=looked_at)
+        self._held_inputs.hold(which, loss)
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = False
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_backward(context), sampled=self._now.sampled)
 
     def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -252,9 +282,9 @@ class Capture:
             with torch.no_grad():
                 self._read_gradients(optimizer)
             self._on_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_gradients(context, optimizer))
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_gradients(context, optimizer), sampled=self._open.sampled)
+            if self._open.sampled:
                 self._read_weights(optimizer)
         rate = optimizer.param_groups[0].get("lr", MISSING)
         if not self._open.updated:
@@ -269,10 +299,10 @@ class Capture:
                 self._read_gradients(optimizer)
         else:
             self._after_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._open.sampled:
                 self._read_update()
-                self._audit(lambda audit, context: audit.on_update(context, optimizer))
+            self._audit(lambda audit, context: audit.on_update(context, optimizer), sampled=self._open.sampled)
         self._open.updated.append(id(optimizer))
         if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
             self._end(MISSING, run_commands=True)
@@ -291,26 +321,47 @@ class Capture:
             self._end(loss.detach().reshape(()), run_commands=True)
         else:
             value = float(loss)
+            if self._on_device:
+                self._look_at_held(value)
             self._end(value if math.isfinite(value) else NON_FINITE, run_commands=True)
+
+    def _look_at_held(self, loss: float) -> None:
+        """On a device: the user has read the loss, so what it depends on is still at hand."""
+        finite = math.isfinite(loss)
+        if not finite and self._loss_was_finite and (blamed := self._held_inputs.blame()) is not None:
+            found, layer = blamed
+            self._report(nonfinite.born_in_loss(self._open.step, found, layer, self._held_inputs.source))
+        self._loss_was_finite = finite
 
     # ------------------------------------------------------------------ audits
 
+    def _report(self, birth: nonfinite.Birth) -> None:
+        self._sink.add_observation(birth.origin)
+        if birth.fault is not None:
+            self._sink.add_observation(birth.fault)
+
     def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            # The innermost module comes first, and keeps the node.
+            self._module_of.setdefault(tensor.grad_fn, name)
         self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
 
-    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
-        if not self._audits:
+    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]], sampled: bool = True) -> None:
+        audits = self._audits if sampled else self._constant_audits
+        if not audits:
             return
         now = self._now
         context = AuditContext(
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
-            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
+            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
+            silent={key: name for key, (name, _) in self.activations.silent.items()},
             kwargs=self.activations.kwargs,
             waited_s=self.activations.waited_s,
             computed_s=self.activations.computed_s,
         )  # fmt: skip
-        for audit in self._audits:
+        for audit in audits:
             try:
                 findings = list(look(audit, context))
             except Exception as error:
@@ -321,9 +372,13 @@ class Capture:
                     self._found.add((found.code, found.layer))
                     self._sink.add_observation(found)
 
+    def _set_audits(self, audits: Sequence[Audit]) -> None:
+        self._audits = audits
+        self._constant_audits = [audit for audit in audits if audit.every_step]
+
     def _retire(self, audit: Audit, error: Exception) -> None:
         """An audit that breaks costs itself, no more."""
-        self._audits = [a for a in self._audits if a is not audit]
+        self._set_audits([a for a in self._audits if a is not audit])
         log.warning("the audit %s is turned off because of an error of its own", audit.code, exc_info=error)
         self._sink.add_observation(
             CaptureNotice(
@@ -334,31 +389,25 @@ class Capture:
     # ------------------------------------------------------------------ reading
 
     def _read_gradients(self, optimizer: Optimizer) -> None:
-        held = self._held_by(optimizer)
-        index: list[int] = []
-        gradients: list[Tensor] = []
-        for number, parameter in zip(held.index, held.parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is not None:
-                index.append(number)
-                gradients.append(statistics.gradient_values(gradient))
-        if not self._open.updated:
-            for number in self._unheld():
-                gradient = self.parameters[number].grad
-                if gradient is not None:
-                    index.append(number)
-                    gradients.append(statistics.gradient_values(gradient))
-        if not gradients:
-            return
         now = self._open
-        norms = statistics.norms(gradients)
+        held = self._held_by(optimizer)
+        extra = () if now.updated else self._unheld()
+        index, gradients = held.index, [cast(Tensor, p.grad) for p in held.parameters]
+        norms = held.norms(gradients) if not extra else None
+        if norms is None:
+            present = [(n, self.parameters[n].grad) for n in (*index, *extra)]
+            index = [n for n, g in present if g is not None]
+            gradients = [statistics.gradient_values(g) for _, g in present if g is not None]
+            if not gradients:
+                return
+            norms = statistics.norms(gradients)
         if not self._on_device and not math.isfinite(float(norms.sum())):
             # A float32 sum of squares overflows above 1e19 while every element is finite.
             norms = torch.tensor([statistics.exact_norm(g) for g in gradients], dtype=torch.float64)
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, Tensor):  # a fused optimizer divides inside its kernel
             norms = norms / scale.to(norms.device, norms.dtype)
-        now.index += index
+        now.index = index if not now.index else [*now.index, *index]
         now.grad_norms.append(norms)
         if now.sampled or self._schedule.is_due(now.step + 1):
             self._read_directions(index, gradients)
@@ -418,6 +467,8 @@ class Capture:
         return _OpenStep(step, sampled)
 
     def _begin(self, step: int) -> None:
+        self._held_inputs.release()
+        self._module_of = {}
         self._open = self._new_step(step)
 
     def _rejoin(self) -> None:
@@ -447,6 +498,7 @@ class Capture:
         if done.sampled:
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_step_end(context))
+            self.activations.silent = {}
         self._waiting.append(done)
         if not self._on_device:
             self._emit(_Copy(self._waiting))
@@ -477,28 +529,27 @@ class Capture:
             self._emit_step(step, numbers)
 
     def _emit_step(self, step: _OpenStep, numbers: _Numbers) -> None:
-        norms = np.full(len(self.parameters), np.nan)
-        norms[step.index] = numbers.grad_norms
-        bad = ~np.isfinite(norms) & np.isin(np.arange(len(norms)), step.index)
-        squares = np.where(np.isnan(norms) & ~bad, 0.0, norms * norms)
-        total = math.sqrt(float(squares.sum())) if step.index and not bad.any() else MISSING
-        if bad.any():
+        norms, loss = numbers.grad_norms, numbers.loss
+        square = float(np.dot(norms, norms))
+        bad = np.empty(0, dtype=np.intp)
+        if not step.index:
+            total = MISSING
+        elif math.isfinite(square):
+            total = math.sqrt(square)
+            self._gradient_was_finite = True
+        else:
+            bad = np.asarray(step.index, dtype=np.intp)[~np.isfinite(norms)]
             total = NON_FINITE
-        present = np.zeros(len(self.layers), dtype=bool)
-        present[self._layer_index[step.index]] = True
-        per_layer = self._sum_by_layer(np.where(bad, np.inf, squares))
-        per_layer = np.where(present, np.sqrt(per_layer), np.nan)
-        loss = numbers.loss
-        num_bad = len(set(self._layer_index[bad].tolist()))
-        self._note_backward_origin(step, bad, loss)
-        self._recent.append((step.step, per_layer.astype(np.float32)))
+            self._note_backward_origin(step, bad, loss)
+        self._recent.append((step.step, step.index, norms))
         table = None
         if step.sampled:
-            table = self._table(step, numbers, per_layer, bad)
+            table = self._table(step, numbers, bad)
             self._tabled.append(step.step)
         sample = Sample(
             step=step.step, time_s=step.time_s, loss=loss, grad_norm=total, learning_rate=step.learning_rate,
-            step_time_s=step.step_time_s, num_non_finite_grads=float(num_bad), layers=table,
+            step_time_s=step.step_time_s, num_non_finite_grads=float(len(set(self._layer_index[bad].tolist()))),
+            layers=table,
         )  # fmt: skip
         if not math.isnan(loss):
             self.recent_losses.append((step.step, loss))
@@ -506,17 +557,25 @@ class Capture:
         if self._schedule.suspects(loss, total):
             self._write_look_back()
 
+    def _layer_norms(self, index: Sequence[int], norms: np.ndarray) -> np.ndarray:
+        """Norms by layer, NaN where a layer has none, infinity where one is not finite."""
+        squares = np.where(np.isfinite(norms), norms * norms, np.inf)
+        total, present = self._over_layers(index, squares)
+        return np.where(present, np.sqrt(total), np.nan)
+
     def _note_backward_origin(self, step: _OpenStep, bad: np.ndarray, loss: float) -> None:
-        if not bad.any():
-            if step.index:
-                self._gradient_was_finite = True
-            return
         if self._gradient_was_finite and loss != NON_FINITE:
             names = {self.layers[i].name for i in self._layer_index[bad].tolist()}
             order = [n for n in self.forward_order if n in names] or [n.name for n in self.layers if n.name in names]
+            blamed = None if self._on_device else self._held_inputs.blame()
+            self._gradient_was_finite = False
+            if blamed is not None:
+                found, layer = blamed
+                self._report(nonfinite.born_in_gradient(step.step, found, layer, order[-1], self._held_inputs.source))
+                return
             self._sink.add_observation(
                 NonFiniteOrigin(
-                    step=step.step, where="backward", layer=order[-1], num_non_finite=int(bad.sum()),
+                    step=step.step, where="backward", layer=order[-1], num_non_finite=len(bad),
                     detail="The loss is finite; the gradient is not, from this layer toward the input.",
                 )
             )  # fmt: skip
@@ -524,15 +583,13 @@ class Capture:
 
     def _write_look_back(self) -> None:
         tabled = set(self._tabled)
-        for step, norms in self._recent:
+        for step, index, norms in self._recent:
             if step not in tabled:
-                self._sink.add_table(step, LayerTable(self._norm_layout, norms))
+                per_layer = self._layer_norms(index, norms).astype(np.float32)
+                self._sink.add_table(step, LayerTable(self._norm_layout, per_layer, look_back=True))
                 self._tabled.append(step)
 
     # ------------------------------------------------------------------ tables
-
-    def _sum_by_layer(self, values: np.ndarray) -> np.ndarray:
-        return np.bincount(self._layer_index, weights=values, minlength=len(self.layers))
 
     def _over_layers(self, index: Sequence[int], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sum over each layer's parameters, and which layers have any."""
@@ -542,8 +599,9 @@ class Capture:
         present[layers] = True
         return total, present
 
-    def _table(self, step: _OpenStep, numbers: _Numbers, per_layer: np.ndarray, bad: np.ndarray) -> LayerTable:
+    def _table(self, step: _OpenStep, numbers: _Numbers, bad: np.ndarray) -> LayerTable:
         rows: dict[str, np.ndarray] = {}
+        per_layer = self._layer_norms(step.index, numbers.grad_norms)
         with np.errstate(all="ignore"):
             if step.index:
                 count, present = self._over_layers(step.index, self._numel[step.index])
@@ -554,7 +612,9 @@ class Capture:
                 rows["grad_std"] = np.sqrt(np.maximum(per_layer**2 / count - mean**2, 0.0))
                 weights, _ = self._over_layers(step.index, numbers.weight_norms.astype(np.float64) ** 2)
                 rows["weight_norm"] = np.where(present, np.sqrt(weights), np.nan)
-                rows["num_non_finite_grad"] = np.where(present, self._sum_by_layer(bad.astype(float)), np.nan)
+                rows["num_non_finite_grad"] = np.where(
+                    present, self._over_layers(bad.tolist(), np.ones(len(bad)))[0], np.nan
+                )
                 bad_weights, _ = self._over_layers(step.index, ~np.isfinite(numbers.weight_norms))
                 rows["num_non_finite_weight"] = np.where(present, bad_weights, np.nan)
                 rows["grad_growth_rate"] = self._growth_rate()
@@ -589,8 +649,8 @@ class Capture:
         recent = list(self._recent)[-_GROWTH_STEPS:]
         if len(recent) < 4:
             return np.full(len(self.layers), np.nan)
-        steps = np.asarray([s for s, _ in recent], dtype=np.float64)
-        logs = np.log(np.stack([n for _, n in recent]).astype(np.float64))
+        steps = np.asarray([s for s, _, _ in recent], dtype=np.float64)
+        logs = np.log(np.stack([self._layer_norms(index, norms) for _, index, norms in recent]))
         logs[~np.isfinite(logs)] = np.nan
         centred = steps - steps.mean()
         return (centred[:, None] * (logs - logs.mean(axis=0))).sum(axis=0) / (centred**2).sum()
@@ -618,7 +678,10 @@ class Capture:
         index = [
             self._number[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._number
         ]
-        return _Held(_sizes(optimizer), index, [self.parameters[n] for n in index])
+        parameters = [self.parameters[n] for n in index]
+        kinds = {(p.device, p.dtype) for p in parameters}
+        uniform = len(kinds) == 1 and all(p.dtype not in (torch.float16, torch.bfloat16) for p in parameters)
+        return _Held(_sizes(optimizer), index, parameters, uniform)
 
     def _held_by(self, optimizer: Optimizer) -> _Held:
         held = self._held[id(optimizer)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -9,8 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtracer.records import SourceLocation
+
 _MAX_NODES = 50_000
-_PASS_THROUGH = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "ExpandBackward0"})
+_PASS_THROUGH = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "T", "Transpose", "ToCopy", "View", "Expand", "Split", "SplitWithSizes", "Chunk", "Unbind", "Select", "Slice",
+        "Unsqueeze", "Squeeze",
+    )
+)  # fmt: skip
+"""What may stand between a parameter and the operation that uses it."""
+_SAME_VALUES = frozenset(
+    f"{name}Backward{i}"
+    for name in (
+        "View", "UnsafeView", "ReshapeAlias", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute", "Clone",
+        "ToCopy", "Alias", "Select", "Slice", "Index", "IndexSelect", "Gather", "Narrow", "Split", "SplitWithSizes",
+        "Unbind", "Movedim", "Contiguous", "Cat", "Stack",
+    )
+    for i in range(3)
+)  # fmt: skip
+"""Operations that put out values of their input, in another order or shape."""
+_OURS, _TORCHS = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
 
 
 class LossGraph:
@@ -19,20 +42,92 @@ class LossGraph:
     Args:
         loss: The tensor that backward is about to be called on.
         layer_of: Names of layers by id of parameter.
+        module_of: Names of the modules whose outputs the nodes are, where that was seen; the model itself is empty.
+        unscaled: The loss before a GradScaler scaled it; the loss itself where none did.
     """
 
-    def __init__(self, loss: Tensor, layer_of: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        loss: Tensor,
+        layer_of: Mapping[int, str],
+        module_of: Mapping[Any, str] | None = None,
+        unscaled: Tensor | None = None,
+    ) -> None:
         self.loss, self._layer_of = loss, layer_of
+        self.module_of: Mapping[Any, str] = module_of or {}
+        self.unscaled = loss if unscaled is None else unscaled
+
+    @cached_property
+    def called_from(self) -> SourceLocation | None:
+        """Where the user's program called backward; to be asked for while it does."""
+        return user_frame()
 
     @property
     def root(self) -> Any:
         """The node that made the loss; None where it has no history."""
         return self.loss.grad_fn
 
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The factor by which a GradScaler multiplied the loss, a tensor of one element; None where none did."""
+        if self.unscaled is self.loss or self.root is None:
+            return None
+        return next((s for name in ("other", "self") for s in saved_tensors(self.root, f"_saved_{name}")), None)
+
     @cached_property
     def nodes(self) -> list[Any]:
         """All nodes, each after those it depends on (forward order)."""
         return forward_order(self.root)
+
+    @cached_property
+    def consumers(self) -> dict[Any, list[Any]]:
+        """For each node, those that use its output."""
+        found: dict[Any, list[Any]] = {}
+        for node in self.nodes:
+            for child, _ in node.next_functions:
+                if child is not None:
+                    found.setdefault(child, []).append(node)
+        return found
+
+    @cached_property
+    def expression(self) -> list[Any]:
+        """The nodes of the loss expression, from the loss down to the outputs of the model (those are not in it).
+
+        The model's output is where a module's was seen, else where a parameter is used.
+        """
+        found: list[Any] = []
+        seen: set[Any] = set()
+        waiting = deque([self.root])
+        while waiting:
+            node = waiting.popleft()
+            if node is None or node in seen or node in self.module_of or self.own_layer(node) is not None:
+                continue
+            seen.add(node)
+            found.append(node)
+            waiting.extend(child for child, _ in node.next_functions)
+        return found
+
+    def owner(self, node: Any) -> str | None:
+        """The innermost module that was seen to compute the node; None in the loss expression or where unknown."""
+        seen: set[Any] = set()
+        waiting = deque([node])
+        while waiting:
+            current = waiting.popleft()
+            if current in self.module_of and (current is node or self.own_layer(current) is None):
+                return self.module_of[current] or "(root)"
+            for consumer in self.consumers.get(current, ()):
+                if consumer not in seen:
+                    seen.add(consumer)
+                    if consumer in self.module_of or self.own_layer(consumer) is None:
+                        waiting.append(consumer)
+        return None
+
+    def layer_at(self, node: Any) -> str | None:
+        """The module that computed the node where one was seen to, else the last layer before it."""
+        owner = self.owner(node)
+        if owner is not None and owner != "(root)":
+            return owner
+        return self.nearest_layer(node)
 
     def parameters(self) -> Iterator[Tensor]:
         """Leaf tensors that the loss depends on."""
@@ -49,7 +144,7 @@ class LossGraph:
         """The layer whose parameter the node uses directly, or through a transposition or cast."""
         for child, _ in node.next_functions:
             hops = 0
-            while child is not None and hops < 2:
+            while child is not None and hops < 4:  # under autocast: transposition, cast, parameter
                 variable = getattr(child, "variable", None)
                 if variable is not None:
                     return self._layer_of.get(id(variable))
@@ -76,6 +171,51 @@ class LossGraph:
     def is_in_loss(self, node: Any) -> bool:
         """Whether the node belongs to the loss expression: no parameter is used in it or between it and the loss."""
         return self.own_layer(node) is None and all(self.own_layer(other) is None for other in self.between(node))
+
+
+def operation_of(node: Any) -> str:
+    """The operation without its number: `Sub` of `SubBackward0`."""
+    name = node.name().rpartition("::")[2]
+    return name.partition("Backward")[0]
+
+
+def shape_of(node: Any) -> tuple[int, ...] | None:
+    """Shape of the node's first output; None where torch does not tell."""
+    metadata = getattr(node, "_input_metadata", None)
+    if not metadata:
+        return None
+    try:
+        return tuple(metadata[0].shape)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def producer_of(node: Any) -> Any:
+    """The node whose values reach this place unchanged but for order and shape: `node` itself, or one before it."""
+    for _ in range(16):
+        if node is None or node.name() not in _SAME_VALUES or not node.next_functions:
+            return node
+        node = node.next_functions[0][0]
+    return node
+
+
+def saved(node: Any, name: str) -> Any:
+    """What the node keeps under `_saved_NAME`; None where it keeps nothing there or has been freed."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+
+
+def user_frame() -> SourceLocation | None:
+    """The innermost line of the running program that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCHS, "<")):
+            return SourceLocation(file=file, line=max(1, frame.f_lineno), what=f"backward in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return None
 
 
 def forward_order(root: Any) -> list[Any]:

@@ -66,6 +66,8 @@ class Scales(Audit):
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """Measure the targets."""
+        if not context.sampled:
+            return ()
         for term in loss_terms(graph):
             if term.kind == "values":
                 context.record(LOSS, "target_rms", term.target.double().square().mean().sqrt())
