@@ -357,6 +357,9 @@ class Capture:
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
             record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
             silent={key: name for key, (name, _) in self.activations.silent.items()},
+            kwargs=self.activations.kwargs,
+            waited_s=self.activations.waited_s,
+            computed_s=self.activations.computed_s,
         )  # fmt: skip
         for audit in audits:
             try:
