@@ -28,7 +28,7 @@ _SAME_VALUES = frozenset(
     for name in (
         "View", "UnsafeView", "ReshapeAlias", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute", "Clone",
         "ToCopy", "Alias", "Select", "Slice", "Index", "IndexSelect", "Gather", "Narrow", "Split", "SplitWithSizes",
-        "Unbind", "Movedim", "Contiguous", "Cat", "Stack",
+        "Unbind", "Movedim", "Contiguous", "Cat", "Stack", "Expand",
     )
     for i in range(3)
 )  # fmt: skip
