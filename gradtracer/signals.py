@@ -104,6 +104,19 @@ _ALL = (
     Signal("value_dependence", "layer", "", "R^2 (N - 1) of prediction and target; 1 is chance."),
     Signal("target_variance", "layer", "", "Variance of a step's targets."),
     Signal("target_variance_pooled", "layer", "", "Variance of the targets over all sampled steps."),
+    Signal("running_mean_gap", "layer", "", "Distance of a running mean from all recent batches, in deviations."),
+    Signal("running_var_gap", "layer", "nats", "Log of running over batch deviation, where all batches agree."),
+    Signal("running_mean_noise", "layer", "", "Standard deviation of batch means, in deviations of the values."),
+    Signal("num_batches_tracked", "layer", "", "Batches that a normalisation has seen."),
+    Signal("norm_momentum", "layer", "", "Momentum of a batch normalisation; -1 for a cumulative average."),
+    Signal("input_rms", "layer", "", "Root mean square of the model's input."),
+    Signal("input_column_spread", "layer", "", "Largest over median root mean square of the columns of a table."),
+    Signal("target_rms", "layer", "", "Root mean square of the targets of a regression."),
+    Signal("data_wait_s", "layer", "s", "Time from the end of the step before to the first layer that ran."),
+    Signal("compute_s", "layer", "s", "Time from there to the end of the step."),
+    Signal("num_retained_graphs", "layer", "", "Graphs of steps at least 40 steps ago that are still held."),
+    Signal("num_watched_graphs", "layer", "", "Graphs of steps at least 40 steps ago that were watched."),
+    Signal("resident_bytes", "layer", "bytes", "Memory of the process, or of the device where the model is on one."),
 )
 
 RUN_SIGNALS: dict[str, Signal] = {s.name: s for s in _ALL if s.scope == "run"}

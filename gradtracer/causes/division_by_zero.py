@@ -20,9 +20,9 @@ class DivisionByZero(Cause):
 
     Definition:
         Evidence, with its log-likelihood ratio in nats: of the loss's graph, in forward order, a division,
-        reciprocal, reciprocal root or negative power is the first operation that receives a 0 to divide by: +7; a
-        mean over nothing, which divides too: +5.5. Root: the module that the operation stands in, none where it is
-        part of the loss expression. Onset: the step at which it was seen.
+        reciprocal, reciprocal root or negative power is the first operation that receives a 0 to divide by: +7; a sum
+        is divided by a constant 0, which may as well be called a mean over nothing: +5.5. Root: the module that the
+        operation stands in, none where it is part of the loss expression. Onset: the step at which it was seen.
 
     Thresholds:
         The operation and its operand were seen, not inferred: ln 1000 = 7. A sum over a count of 0 is called a mean
@@ -42,7 +42,7 @@ class DivisionByZero(Cause):
 
     def consider(self, series: Series) -> Case | None:
         """Weigh the operation that was seen to make the first NaN."""
-        found = born_as(series, "division_by_zero", "empty_mean")
+        found = born_as(series, "division_by_zero", "sum_over_zero")
         if found is None:
             return None
         is_division = found.code == "division_by_zero"

@@ -20,8 +20,8 @@ class EmptyMean(Cause):
 
     Definition:
         Evidence, with its log-likelihood ratio in nats: the loss's total weight is 0, a mean's number of elements is
-        0, a sum is divided by a constant 0, or a spread has n - 1 = 0: +7. Root: the module that the operation stands
-        in, none where it is part of the loss expression. Onset: the step at which it was seen.
+        0, or a spread has n - 1 = 0: +7; a sum is divided by a constant 0: +6.5. Root: the module that the operation
+        stands in, none where it is part of the loss expression. Onset: the step at which it was seen.
 
     Thresholds:
         The operation and its operand were seen, not inferred: ln 1000 = 7.
@@ -40,13 +40,14 @@ class EmptyMean(Cause):
 
     def consider(self, series: Series) -> Case | None:
         """Weigh the operation that was seen to make the first NaN."""
-        found = born_as(series, "empty_mean")
+        found = born_as(series, "empty_mean", "sum_over_zero")
         if found is None:
             return None
+        is_certain = found.code == "empty_mean"
         return birth_case(
             series,
             found,
-            SEEN,
+            SEEN if is_certain else SEEN - 0.5,
             "0 divided by 0 is NaN.",
             "Skip the batch when nothing is selected, or sum and divide by the count kept above 0: "
             "F.cross_entropy(..., reduction='sum') / (target != ignore_index).sum().clamp_min(1); for "

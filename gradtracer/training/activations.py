@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradtracer.training import statistics
+
+_HOOKS_TAKE_KWARGS: dict[str, bool] = (
+    {"with_kwargs": True} if "with_kwargs" in inspect.signature(register_module_forward_hook).parameters else {}
+)
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold)
 _BOUNDED = (nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid)
@@ -67,6 +73,13 @@ class ActivationCapture:
         self._thread = 0
         self._pass = ForwardPass()
         self._rows_since_active: dict[str, Tensor] = {}
+        self.kwargs: dict[str, Any] | None = None
+        """Keyword arguments of the call that is being reported; None where this torch does not tell them."""
+        self._armed_s = 0.0
+        self.first_call_s: float | None = None
+        """When the first layer of any model ran since reading began, with or without gradients."""
+        self.silent: dict[int, tuple[str, Tensor]] = {}
+        """By storage address: outputs of modules in training mode that ran while gradients were off."""
         self.in_backward = False
         """Set while backward runs: a checkpointed forward is run again there, and is not a new pass."""
 
@@ -75,31 +88,49 @@ class ActivationCapture:
         """Whether the hook is in place."""
         return self._handle is not None
 
+    @property
+    def waited_s(self) -> float | None:
+        """Time from the beginning of reading to the first layer that ran; None before that."""
+        return None if self.first_call_s is None else self.first_call_s - self._armed_s
+
+    @property
+    def computed_s(self) -> float | None:
+        """Time since then."""
+        return None if self.first_call_s is None else time.perf_counter() - self.first_call_s
+
     def arm(self) -> None:
         """Read from now until `disarm`."""
         if self._handle is None and self._names:
             self._thread = threading.get_ident()
-            self._handle = register_module_forward_hook(self._after_forward)
+            self.silent = {}
+            self._armed_s, self.first_call_s = time.perf_counter(), None
+            hook = self._after_call if _HOOKS_TAKE_KWARGS else self._after_forward
+            self._handle = register_module_forward_hook(hook, **_HOOKS_TAKE_KWARGS)
 
     def disarm(self) -> ForwardPass:
         """Stop reading and hand over what was read."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        self.kwargs = None
         done, self._pass = self._pass, ForwardPass()
         done.producers.clear()
         return done
 
+    def _after_call(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
+        self.kwargs = kwargs
+        self._after_forward(module, inputs, output)
+
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
-        if (
-            (name is None and module is not self._model)
-            or self.in_backward
-            or not torch.is_grad_enabled()
-            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-            or torch.compiler.is_compiling()
-            or threading.get_ident() != self._thread
-        ):
+        if self.first_call_s is None and threading.get_ident() == self._thread:
+            self.first_call_s = time.perf_counter()
+        if not torch.is_grad_enabled() and name is not None and module.training and self._is_ours():
+            tensor = first_tensor(output)
+            if tensor is not None:
+                self.silent[tensor.untyped_storage().data_ptr()] = (name, tensor)
+            return
+        if (name is None and module is not self._model) or not torch.is_grad_enabled() or not self._is_ours():
             return
         with torch.no_grad():
             self._report(name or "", module, inputs, output)
@@ -114,6 +145,15 @@ class ActivationCapture:
         key = name if calls == 1 else f"{name}#{calls}"
         with torch.no_grad():
             self._read(key, module, first_tensor(inputs), tensor)
+
+    def _is_ours(self) -> bool:
+        """Whether this is a forward pass of the training thread, and no other kind of run."""
+        return not (
+            self.in_backward
+            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+            or torch.compiler.is_compiling()
+            or threading.get_ident() != self._thread
+        )
 
     def _read(self, key: str, module: nn.Module, fed: Tensor | None, output: Tensor) -> None:
         feeder = self._producer(fed)

@@ -356,6 +356,10 @@ class Capture:
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
             record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
+            silent={key: name for key, (name, _) in self.activations.silent.items()},
+            kwargs=self.activations.kwargs,
+            waited_s=self.activations.waited_s,
+            computed_s=self.activations.computed_s,
         )  # fmt: skip
         for audit in audits:
             try:
@@ -494,6 +498,7 @@ class Capture:
         if done.sampled:
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_step_end(context))
+            self.activations.silent = {}
         self._waiting.append(done)
         if not self._on_device:
             self._emit(_Copy(self._waiting))

@@ -15,13 +15,20 @@ from torch import Tensor
 from gradtracer.records import SourceLocation
 
 _MAX_NODES = 50_000
-_PASS_THROUGH = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "ExpandBackward0"})
+_PASS_THROUGH = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "T", "Transpose", "ToCopy", "View", "Expand", "Split", "SplitWithSizes", "Chunk", "Unbind", "Select", "Slice",
+        "Unsqueeze", "Squeeze",
+    )
+)  # fmt: skip
+"""What may stand between a parameter and the operation that uses it."""
 _SAME_VALUES = frozenset(
     f"{name}Backward{i}"
     for name in (
         "View", "UnsafeView", "ReshapeAlias", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute", "Clone",
         "ToCopy", "Alias", "Select", "Slice", "Index", "IndexSelect", "Gather", "Narrow", "Split", "SplitWithSizes",
-        "Unbind", "Movedim", "Contiguous", "Cat", "Stack",
+        "Unbind", "Movedim", "Contiguous", "Cat", "Stack", "Expand",
     )
     for i in range(3)
 )  # fmt: skip

@@ -192,6 +192,8 @@ class HeldInputs:
             return is_masked(node)
         if operation == "Where":
             return True
+        if operation.startswith("Clamp"):
+            return any(operation_of(n) in ("Exp", "Log", "Div", "Sqrt", "Pow", "Reciprocal") for n in _below(node))
         return self.everything or below_select or operation in _FINITE_VALUE
 
     def _take(self, node: Any, owner: str | None, names: tuple[str, ...]) -> None:
@@ -223,30 +225,29 @@ def _not_taken(found: Singularity, values: Mapping[Any, Mapping[str, Any]]) -> A
     """The selecting operation above a singular one that took none of the singular elements; None if there is none."""
     # Upwards is not recorded in a graph, so look down from every held selection.
     for select, kept in values.items():
-        if operation_of(select) != "Where":
+        operation = operation_of(select)
+        if operation not in _SELECTS:
             continue
         condition = kept.get("condition")
         for edge, (child, _) in enumerate(select.next_functions):
-            if child is None or not _reaches(child, found.node):
+            if child is None or all(node is not found.node for node in _below(child)):
                 continue
             if isinstance(condition, Tensor) and found.where is not None and shape_of(child) == found.where.shape:
                 taken = condition if edge == 0 else ~condition
                 with torch.no_grad():
                     if bool((taken.expand(found.where.shape) & found.where).any()):
                         continue  # it was taken: the fault is the operation's own
+            elif operation != "Where" and not found.in_result:
+                continue  # a clamp hides what is too large, and a root at 0 is not
             return select
     return None
 
 
-def _reaches(node: Any, target: Any, limit: int = 24) -> bool:
-    waiting, seen = [node], {node}
+def _below(node: Any, limit: int = 24) -> list[Any]:
+    """The node and the nearest ones before it."""
+    waiting = [node]
     for current in waiting:
-        if current is target:
-            return True
-        if len(seen) > limit:
-            return False
         for child, _ in current.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
+            if child is not None and child not in waiting and len(waiting) < limit:
                 waiting.append(child)
-    return False
+    return waiting

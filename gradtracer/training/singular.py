@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradtracer.training.graph import operation_of, producer_of, saved, shape_of
 
-LOG, DIVISION, EMPTY = "log_of_zero", "division_by_zero", "empty_mean"
+LOG, DIVISION, EMPTY, SUM_OVER_ZERO = "log_of_zero", "division_by_zero", "empty_mean", "sum_over_zero"
 SQRT, POW, WHERE = "nan_gradient_sqrt", "nan_gradient_pow", "nan_gradient_where"
 CTC, ATTENTION, VARIANCE = "ctc_infinite", "attention_fully_masked", "unbounded_variance"
 OVERFLOW, DOMAIN = "overflow", "outside_domain"
@@ -77,7 +77,7 @@ def _div(node: Any, read: Read) -> Singularity | None:
     numerator = producer_of(numerator) if numerator is not None else None
     is_constant = len(node.next_functions) < 2 or node.next_functions[1][0] is None
     if numerator is not None and operation_of(numerator) in ("Sum", "Nansum") and is_constant:
-        fault, what = EMPTY, "equal to 0 to divide a sum by: a mean over nothing"
+        fault, what = SUM_OVER_ZERO, "equal to 0 to divide a sum by: a mean over nothing"
     elif not is_constant and is_predicted_scale(node.next_functions[1][0]):
         fault, what = VARIANCE, "equal to 0 to divide by: a predicted scale that has collapsed"
     return _any(node, fault, mask, True, what)
@@ -263,6 +263,9 @@ KEPT: dict[str, tuple[str, ...]] = {
     "Rsqrt": ("result",),
     "Exp": ("result",),
     "Where": ("condition",),
+    "Clamp": ("min",),
+    "ClampMin": ("min",),
+    "ClampMax": ("max",),
     "Softmax": ("result", "dim"),
     "NllLoss": ("total_weight", "target", "reduction"),
     "CtcLoss": ("result0", "zero_infinity"),

@@ -12,8 +12,8 @@ nothing may ask for every step.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -48,6 +48,14 @@ class AuditContext:
     """``record(layer, signal, value)``: a scalar (on any device) under a signal of `gradtracer.signals`."""
     sampled: bool = True
     """Whether this step is sampled, so that what is recorded goes into its table."""
+    silent: Mapping[int, str] = field(default_factory=dict[int, str])
+    """By storage address of the output: modules in training mode that ran in this step while gradients were off."""
+    kwargs: Mapping[str, Any] | None = None
+    """Keyword arguments of the call, in `on_forward`; None where they are not known."""
+    waited_s: float | None = None
+    """Time from the end of the step before to the first layer that ran in this one; None where that was not seen."""
+    computed_s: float | None = None
+    """Time since then."""
 
 
 class Audit(ABC):

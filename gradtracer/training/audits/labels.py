@@ -81,6 +81,8 @@ class Labels(Audit):
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """Count the labels of each loss term."""
+        if not context.sampled:
+            return ()
         for term in loss_terms(graph):
             prediction, target = rows_of(term)
             if prediction.shape[0] != target.shape[0] or target.shape[0] < 2:
