@@ -48,7 +48,7 @@ FAULTY: list[tuple[str, str, str, Callable[[], Program]]] = [
     ("no_offsets", "dead_embeddings", "table", partial(p.fields, offsets=False)),
     ("no_offsets_sparse", "dead_embeddings", "table", partial(p.fields, offsets=False, sparse=True)),
     ("rows_below_zero", "dead_embeddings", "rows", partial(p.behind_rectifier, dead=True)),
-    ("rows_thrown_about", "zombie_embeddings", "right", partial(p.two_towers, 300.0)),
+    ("rows_thrown_about", "zombie_embeddings", "left", partial(p.two_towers, 300.0)),
 ]
 
 HEALTHY: list[tuple[str, Callable[[], Program]]] = [
