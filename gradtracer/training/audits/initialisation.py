@@ -280,6 +280,6 @@ def _rms(sample: Tensor) -> Tensor:
 
 def _spread(output: Tensor) -> Tensor:
     """RMS deviation over the first axis: how much the output depends on the example."""
-    rows = output.detach().flatten(1) if output.dim() > 1 else output.detach()[:, None]
+    rows = output.detach().flatten(1) if output.dim() > 1 else output.detach().reshape(-1, 1)
     rows = rows[:64].float()
     return (rows - rows.mean(dim=0)).square().mean().sqrt()

@@ -13,7 +13,9 @@ from gradtracer.training.audits.base import AUDITS, INPUT, LOSS, Audit, AuditCon
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.targets import LossTerm, loss_terms, rows_of
 
-_MAX_ROWS, _MAX_COLUMNS, _MAX_CLASSES = 4096, 4096, 100_000
+_MAX_SCORES = 64
+"""Scores that are compared with the labels: a mean over 64 of a vocabulary says what one over all of it does."""
+_MAX_ROWS, _MAX_COLUMNS, _MAX_CLASSES = 1024, 1024, 100_000
 _BLOCK = 12
 
 
@@ -131,7 +133,8 @@ class Labels(Audit):
         loss = _mean_loss(term, prediction, target, valid)
         if loss is not None:
             context.record(LOSS, "label_loss", loss)
-        context.record(LOSS, "label_dependence", dependence(prediction, bucket, num_classes))
+        scores = prediction[:, :: -(-prediction.shape[1] // _MAX_SCORES)]
+        context.record(LOSS, "label_dependence", dependence(scores, bucket, num_classes))
         columns = self._columns(len(target))
         if columns is not None:
             context.record(INPUT, "label_dependence", dependence(columns, bucket, num_classes))
