@@ -224,12 +224,8 @@ class Capture:
         if first_non_finite or self._open.sampled:
             graph = LossGraph(loss, self.layer_of_parameter, self._module_of)
             if first_non_finite:
-                owners = self._held_inputs.owner_in(graph)
-                self._report(
-                    nonfinite.birth_in_graph(
-                        graph, self._open.step, lambda node: owners.get(node) or graph.layer_at(node)
-                    )
-                )
+                graph.owners = self._held_inputs.owners_in(graph)
+                self._report(nonfinite.birth_in_graph(graph, self._open.step))
             self._held_inputs.learn(which, graph)
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_loss(context, graph))

@@ -48,6 +48,8 @@ class LossGraph:
     def __init__(self, loss: Tensor, layer_of: Mapping[int, str], module_of: Mapping[Any, str] | None = None) -> None:
         self.loss, self._layer_of = loss, layer_of
         self.module_of: Mapping[Any, str] = module_of or {}
+        self.owners: Mapping[Any, str | None] = {}
+        """Modules that compute the nodes, where a graph like this was met before and its modules were seen."""
         self.called_from = user_frame()
         """Where the user's program called backward."""
 
@@ -91,6 +93,8 @@ class LossGraph:
 
     def owner(self, node: Any) -> str | None:
         """The innermost module that was seen to compute the node; None in the loss expression or where unknown."""
+        if node in self.owners:
+            return self.owners[node]
         seen: set[Any] = set()
         waiting = deque([node])
         while waiting:
@@ -151,7 +155,12 @@ class LossGraph:
         return above
 
     def is_in_loss(self, node: Any) -> bool:
-        """Whether the node belongs to the loss expression: no parameter is used in it or between it and the loss."""
+        """Whether the node belongs to the loss expression.
+
+        No parameter is used in it or between it and the loss, and no module is known to compute it.
+        """
+        if self.owner(node) is not None:
+            return False
         return self.own_layer(node) is None and all(self.own_layer(other) is None for other in self.between(node))
 
 
