@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from gradtracer import FlowTracker
 
+torch.set_num_threads(1)
+
 BAD_STEP = 13
 Loss = Callable[[nn.Module, Tensor, bool], Tensor]
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from gradtracer import FlowTracker
 from gradtracer.records import CausalHypothesis
 
+torch.set_num_threads(1)
+
 X = torch.randn(512, 20, generator=torch.Generator().manual_seed(1))
 W = torch.randn(20, 4, generator=torch.Generator().manual_seed(2))
 Y = (X @ W).argmax(1)
