@@ -230,9 +230,16 @@ def watch(
 
 
 @app.command()
-def explain(run: RunArgument = None, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def explain(
+    run: RunArgument = None,
+    redetect: Annotated[
+        bool, typer.Option("--redetect", help="Run today's rules over the recorded steps, for runs of older versions.")
+    ] = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Say why a run fails, and what would mend it."""
-    found = _workspace(home).explain_failure(run)
+    found = _workspace(home).explain_failure(run, redetect=redetect)
     if as_json:
         _print_json(found)
     else:

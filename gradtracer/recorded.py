@@ -11,8 +11,6 @@ from gradtracer.candidates import closest, few
 from gradtracer.errors import UnknownLayer
 from gradtracer.journal import Journal
 from gradtracer.records import (
-    GradientHealth,
-    GradientThresholds,
     LayerGroupHealth,
     LayerInfo,
     MetricSeries,
@@ -21,16 +19,10 @@ from gradtracer.records import (
     RunStatus,
     finite,
 )
-from gradtracer.report import NO_GRADIENT
+from gradtracer.report import HEALTH_ORDER, layer_health
 from gradtracer.samples import LayerTable
 from gradtracer.series import reduce_keeping_extremes
 from gradtracer.signals import LAYER_SIGNALS, RUN_SIGNALS
-
-_WORST_FIRST = (
-    *(s.value for s in (GradientHealth.NON_FINITE, GradientHealth.EXPLODING, GradientHealth.VANISHING)),
-    *(s.value for s in (GradientHealth.SATURATED, GradientHealth.HEALTHY)),
-    NO_GRADIENT,
-)
 
 
 def with_recorded(status: RunStatus, journal: Journal) -> RunStatus:
@@ -56,12 +48,12 @@ def with_recorded(status: RunStatus, journal: Journal) -> RunStatus:
     if found := journal.newest_table():
         groups: dict[str, list[str]] = {}
         for layer in found[1].layers:
-            groups.setdefault(health_of(found[1].get(layer, "grad_norm")), []).append(layer)
+            groups.setdefault(layer_health(found[1], layer), []).append(layer)
         update |= {
             "num_layers": sum(map(len, groups.values())),
             "health": tuple(
                 LayerGroupHealth(state=state, num_layers=len(groups[state]), layers=tuple(groups[state][:5]))
-                for state in _WORST_FIRST
+                for state in HEALTH_ORDER
                 if state in groups
             ),
         }
@@ -148,11 +140,6 @@ def check_layers(journal: Journal, layers: Iterable[str]) -> tuple[str, ...]:
                 "get_layer_stats shows all of them"
             )
     return known
-
-
-def health_of(grad_norm: float) -> str:
-    """State of a layer by its gradient norm, NaN being none."""
-    return NO_GRADIENT if np.isnan(grad_norm) else GradientThresholds().classify(grad_norm).value
 
 
 def number(value: float) -> float | None:

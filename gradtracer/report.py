@@ -35,11 +35,14 @@ from gradtracer.records import (
     Severity,
     finite,
 )
+from gradtracer.samples import LayerTable
 from gradtracer.series import Series, reduce_keeping_extremes
 from gradtracer.signals import RUN_SIGNALS
 
 NO_GRADIENT = "no_gradient"
-"""Health of a layer whose gradient norm was not recorded."""
+"""Health of a layer that has parameters and no gradient."""
+NO_PARAMETERS = "no_parameters"
+"""Health of a layer that has none, an activation say, or the loss."""
 
 # A curve of 200 points fills a wide plot, and as JSON takes about a quarter of the budget of an answer.
 _MAX_LOSS_POINTS = 200
@@ -50,13 +53,14 @@ _MAX_TERMINAL_EVENTS = 8
 _MAX_TERMINAL_CAUSES = 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # Worst first; what has no gradient at all may be meant so.
-_HEALTH_ORDER = (
+HEALTH_ORDER = (
     GradientHealth.NON_FINITE.value,
     GradientHealth.EXPLODING.value,
     GradientHealth.VANISHING.value,
     NO_GRADIENT,
     GradientHealth.SATURATED.value,
     GradientHealth.HEALTHY.value,
+    NO_PARAMETERS,
 )
 _STANDS = {
     RunState.RUNNING: "is running",
@@ -154,17 +158,23 @@ def _layers(series: Series) -> tuple[LayerStats, ...]:
     for (layer, signal), value in zip(table.layout.columns, table.values.tolist(), strict=True):
         if not np.isnan(value):
             stats.setdefault(layer, []).append(LayerStat(signal=signal, value=_shortest(value)))
-    thresholds = GradientThresholds()
-    norms = table.signal("grad_norm")
     return tuple(
         LayerStats(
             layer=layer,
             type=types.get(layer, ""),
-            health=thresholds.classify(norms[layer]).value if layer in norms else NO_GRADIENT,
+            health=layer_health(table, layer),
             stats=tuple(found),
         )
         for layer, found in stats.items()
     )
+
+
+def layer_health(table: LayerTable, layer: str) -> str:
+    """State of a layer by its gradient norm, or why it has none."""
+    if not any((layer, signal) in table.layout.index for signal in ("grad_norm", "weight_norm")):
+        return NO_PARAMETERS
+    norm = table.get(layer, "grad_norm")
+    return NO_GRADIENT if np.isnan(norm) else GradientThresholds().classify(norm).value
 
 
 def _summary(
@@ -382,7 +392,7 @@ def _effects(intervention: Intervention) -> list[str]:
 
 
 def _worst_first(layers: Sequence[LayerStats]) -> list[LayerStats]:
-    return sorted(layers, key=lambda layer: _HEALTH_ORDER.index(layer.health) if layer.health in _HEALTH_ORDER else 0)
+    return sorted(layers, key=lambda layer: HEALTH_ORDER.index(layer.health) if layer.health in HEALTH_ORDER else 0)
 
 
 def _health_counts(layers: Sequence[LayerStats]) -> list[tuple[str, int]]:

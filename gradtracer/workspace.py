@@ -38,7 +38,6 @@ from gradtracer.home import home_directory, list_run_directories
 from gradtracer.journal import Journal
 from gradtracer.recorded import (
     check_layers,
-    health_of,
     layer_column,
     metric,
     model_layers,
@@ -68,7 +67,8 @@ from gradtracer.records import (
     SemanticEvent,
     Severity,
 )
-from gradtracer.report import build_report
+from gradtracer.redetection import redetect as redetected
+from gradtracer.report import build_report, layer_health
 from gradtracer.runs import Run, find_run, flush, open_run, standing
 from gradtracer.series import Series
 from gradtracer.signals import LAYER_SIGNALS, RUN_SIGNALS
@@ -334,7 +334,7 @@ class Workspace:
                 LayerStats(
                     layer=layer,
                     type=types.get(layer, ""),
-                    health=health_of(table.get(layer, "grad_norm")),
+                    health=layer_health(table, layer),
                     stats=tuple(
                         LayerStat(signal=signal, value=number(value))
                         for signal in LAYER_SIGNALS
@@ -346,12 +346,19 @@ class Workspace:
             ),
         )
 
-    def explain_failure(self, run_id: str | None = None) -> Diagnosis:
-        """Ranked causes of what a run shows, with their evidence; works on a dead run too."""
+    def explain_failure(self, run_id: str | None = None, *, redetect: bool = False) -> Diagnosis:
+        """Ranked causes of what a run shows, with their evidence; works on a dead run too.
+
+        Args:
+            run_id: Which run.
+            redetect: Run today's detectors over the recorded steps instead of taking the recorded events.
+        """
         run = find_run(self.home, run_id)
         flush(run)
         with Journal(run.directory) as journal:
             series = Series.from_journal(journal)
+        if redetect:
+            series = redetected(series)
         anything = len(series.steps) or series.events or series.observations
         hypotheses = diagnose(series) if anything else ()
         return Diagnosis(

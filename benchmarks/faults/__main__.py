@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.faults import corpus, ours
+from benchmarks.faults import corpus, ours, peers
 from benchmarks.faults.score import score
 
 
@@ -28,13 +28,16 @@ def main(
     no_twins: Annotated[bool, typer.Option(help="Leave the healthy runs out.")] = False,
     interval: Annotated[int, typer.Option(help="track_interval of the tracker.")] = 100,
     home: Annotated[Path | None, typer.Option(help="Keep the recorded runs here.")] = None,
+    with_peers: Annotated[bool, typer.Option("--peers", help="Ask gradtracer 0.9.0 and neuraldbg 1.3.2 too.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
 ) -> None:
     """Score the diagnosis on runs with known faults, and count alarms on healthy ones."""
     if data is not None:
         os.environ["FAULT_DATA"] = str(data.resolve())
     warnings.filterwarnings("ignore")  # the cases' own
-    runs = corpus.load_runs(cases, healthy, scenarios, [int(s) for s in seeds.split(",")], only or ())
+    folders = {"cases": cases, "healthy": healthy, "scenarios": scenarios}
+    chosen = {"seeds": [int(s) for s in seeds.split(",")], "ids": only or []}
+    runs = corpus.load_runs(**folders, **chosen)
     runs = [r for r in runs if r.truth is not None or not no_twins]
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -43,6 +46,9 @@ def main(
             for run in track(runs, "Runs", console=console, transient=True)
         ]
     result = score(runs, answers)
+    if with_peers:
+        options = {k: str(v.resolve()) if v else None for k, v in folders.items()} | chosen
+        result["peers"] = {name: score(runs, peers.ask(name, runs, options)) for name in peers.NAMES}
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=1))
     _print(result)
@@ -68,7 +74,11 @@ def _print(result: dict[str, Any]) -> None:
             console.print(f"[red]{run['id']}[/]: {run['error']}")
         if run["alarms"]:
             console.print(f"[red]false alarm[/] {run['id']}: {', '.join(run['alarms'][:6])}")
-    console.print(result["summary"])
+    summaries = {"this package": result["summary"], **{n: p["summary"] for n, p in result.get("peers", {}).items()}}
+    table = Table("", *summaries, title="Summary")
+    for row in result["summary"]:
+        table.add_row(row, *("-" if s[row] is None else f"{s[row]:g}" for s in summaries.values()))
+    console.print(table)
 
 
 if __name__ == "__main__":

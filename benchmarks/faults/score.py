@@ -41,6 +41,7 @@ def score(runs: Sequence[Run], answers: Sequence[Answer]) -> dict[str, Any]:
             "id": r.id,
             "alarms": list(a.alarms),
             "top": a.guesses[0].code if a.guesses else None,
+            "posterior": {g.code: g.probability for g in a.guesses},
             **({"error": a.error} if a.error else {}),
         }
         for r, a in zip(runs, answers, strict=True)
@@ -71,6 +72,7 @@ def _case(run: Run, truth: Truth, answer: Answer) -> dict[str, Any]:
             else None
         ),
         "seconds": round(answer.seconds, 2),
+        "posterior": {g.code: g.probability for g in answer.guesses},
         **({"error": answer.error} if answer.error else {}),
     }
 

@@ -1,59 +1,63 @@
-"""The case of a fault that an audit saw in the program itself."""
+"""Causes that an audit or a rule sees as a fact, so that one finding decides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
-from gradtracer.causes._reading import event_ids, evidence, source_of, warnings_of
-from gradtracer.causes.base import Case
-from gradtracer.records import AuditFinding, Evidence, SourceLocation
+from gradtracer.causes._reading import event_ids, evidence, in_forward_order, source_of, warnings_of
+from gradtracer.causes.base import Case, Cause
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion, SourceLocation
 from gradtracer.series import Series
 
-SEEN = 6.5
-"""The structure was seen, and stands in one healthy program of some six hundred: ln 650."""
 
+class SeenAsFact(Cause):
+    """A cause whose finding names layer and step; a subclass says what else speaks for and against it."""
 
-def audited(series: Series, *codes: str, info: bool = False) -> list[AuditFinding]:
-    """Findings under these codes, in order; those that are a fault by themselves unless `info`."""
-    return [o for o in series.audit(*codes) if info or o.severity.rank > 0]
+    findings: ClassVar[tuple[str, ...]]
+    """Codes of audit findings, any of which is the fact."""
+    ratio: ClassVar[float]
+    """Its log-likelihood ratio."""
+    what_to_do: ClassVar[str]
+    source_is_the_layers: ClassVar[bool] = False
 
+    def consider(self, series: Series) -> Case | None:
+        """Weigh the fact, and what a subclass adds."""
+        found = series.audit(*self.findings)
+        if not found:
+            return None
+        step = min(f.step for f in found)
+        first = [f for f in found if f.step == step]
+        layers = in_forward_order(series, (f.layer for f in first if f.layer))
+        layer = layers[0] if layers else self.root(series)
+        root = next((f for f in first if f.layer == layer), first[0])
+        codes = {f.code for f in found}
+        events = [e for e in warnings_of(series, "audit") if e.to_state in codes]
+        pieces = [evidence(root.detail, self.ratio, events=events, measures=root.measures)]
+        pieces.extend(self.more(series, found))
+        source: SourceLocation | None = root.source
+        if source is None and self.source_is_the_layers:
+            source = source_of(series, layer)
+        return Case(
+            evidence=pieces,
+            layer=layer,
+            onset_step=step,
+            explanation=root.detail,
+            affected_layers=tuple(in_forward_order(series, (f.layer for f in found if f.layer))),
+            event_ids=event_ids([*events, *(e for e in warnings_of(series) if e.kind != "audit" and e.step >= step)]),
+            source=source,
+            advice=self.what_to_do,
+            fixes=self.fixes(series, root),
+        )
 
-def audit_case(
-    series: Series,
-    found: Sequence[AuditFinding],
-    explanation: str,
-    advice: str,
-    *,
-    ratio: float = SEEN,
-    more: Sequence[Evidence] = (),
-    layer: str | None = None,
-    onset: int = 0,
-    source: SourceLocation | None = None,
-) -> Case:
-    """A case that rests on findings.
+    def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
+        """Further evidence."""
+        return ()
 
-    Args:
-        series: The run.
-        found: The findings, the telling one first.
-        explanation: What that does, in a sentence that continues the finding's.
-        advice: What to change.
-        ratio: Log-likelihood ratio of the first finding.
-        more: Further evidence.
-        layer: The root; by default the first finding's; none where it is empty.
-        onset: The first bad step.
-        source: Where the source is to be changed; by default the layer's class, else where backward was called.
-    """
-    first = found[0]
-    codes = {f.code for f in found}
-    events = [e for e in warnings_of(series, "audit") if e.to_state in codes]
-    layer = (layer or None) if layer is not None else first.layer
-    return Case(
-        evidence=[evidence(first.detail, ratio, events=events, measures=first.measures), *more],
-        layer=layer,
-        onset_step=onset,
-        explanation=f"{first.detail} {explanation}",
-        affected_layers=tuple(dict.fromkeys(f.layer for f in found if f.layer)),
-        event_ids=event_ids(events),
-        source=source or (source_of(series, layer) if layer else None) or first.source,
-        advice=advice,
-    )
+    def root(self, series: Series) -> str | None:
+        """The layer, where the finding names none."""
+        return None
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Fixes that can be applied live, best first."""
+        return ()

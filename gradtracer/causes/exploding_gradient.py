@@ -11,6 +11,7 @@ from gradtracer.causes._reading import (
     fix,
     last_rate,
     layer_info,
+    outdone_by_the_program,
     rate_jump,
     rounded,
     source_of,
@@ -40,7 +41,8 @@ class ExplodingGradientCause(Cause):
         Evidence, with its log-likelihood ratio in nats: a gradient out of proportion, or one that grew a hundredfold
         and took the loss with it (exploding_gradient): +3; that came no later than the first overshooting update: +2,
         or after it: -2.5; the layer is recurrent: +1.5; numbers became non-finite right after, in the model: +0.5; the
-        learning rate had jumped just before: -3; the batch held non-finite values first: -5.
+        learning rate had jumped just before: -3; the batch held non-finite values first: -5; the program itself
+        makes gradients too large (never cleared, not averaged, weights drawn too large): -4 to -6.
         Root: the layer of the first such event, of several at one step the one with the largest elasticity.
 
     Thresholds:
@@ -80,6 +82,7 @@ class ExplodingGradientCause(Cause):
         if info and any(word in info.type for word in _RECURRENT):
             found.append(evidence(f"{root} is recurrent ({info.type}): its gradient is a product over time.", 1.5))
         found.extend(self._around(series, began))
+        found.extend(outdone_by_the_program(series, began))
         layers = tuple(dict.fromkeys(layer for layer in (root, *(e.layer for e in events)) if layer))
         return Case(
             evidence=found,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._audited import audit_case
 from gradtracer.causes._reading import evidence, in_forward_order, source_of, warnings_of
+from gradtracer.causes._wiring import audit_case
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import AuditFinding, Evidence
 from gradtracer.series import Series

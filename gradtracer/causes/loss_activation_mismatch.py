@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._audited import SEEN, audit_case, audited
+from gradtracer.causes._wiring import SEEN, audit_case, audited
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._audited import audit_case, audited
 from gradtracer.causes._reading import evidence
+from gradtracer.causes._wiring import audit_case, audited
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from gradtracer.samples import LayerTable, Sample
 
@@ -46,6 +47,8 @@ class LossHistory:
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=5)
+        self._noise = 0.0
+        self._noise_at_best = 0.0
         self.count = 0
         self.first = math.nan
         self.best = math.inf
@@ -54,10 +57,13 @@ class LossHistory:
         """Take in a finite loss."""
         if self.count == 0:
             self.first = loss
+        else:
+            self._noise += 0.1 * (abs(loss - self._last[-1]) - self._noise)
         self._last.append(loss)
         self.count += 1
-        if self.count >= 5:
-            self.best = min(self.best, self.level)
+        if self.count >= 5 and (level := self.level) < self.best:
+            self.best = level
+            self._noise_at_best = self._noise
 
     @property
     def level(self) -> float:
@@ -69,6 +75,11 @@ class LossHistory:
     def gained(self) -> float:
         """Way from the first level to the best; 0 where there is none."""
         return max(0.0, self.first - self.best) if self.count >= 5 else 0.0
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether what was gained stands out from the noise of the loss at its best."""
+        return self.gained > 4.0 * self._noise_at_best
 
     def lost_progress(self, level: float) -> float:
         """Share of the way from the first level down to the best that is undone at this level.
@@ -126,8 +137,10 @@ class StepSize:
     """Largest ||update|| / ||weights|| over the layers."""
     layer: str
     """Layer of that ratio."""
+    work: float
+    """sum_l ||g_l|| ||update_l||: the change of the loss that the gradient allows this update, to first order."""
     predicted_change: float
-    """sum_l ||g_l|| ||update_l|| / |loss|: the relative change of the loss that the gradient allows this update."""
+    """The same over |loss|."""
 
 
 def step_size(table: LayerTable, loss_scale: float) -> StepSize | None:
@@ -144,7 +157,7 @@ def step_size(table: LayerTable, loss_scale: float) -> StepSize | None:
     work = sum(gradients.get(n, 0.0) * u * norms.get(n, 0.0) for n, u in ratios.items())
     layer = max(ratios, key=ratios.__getitem__)
     change = work / loss_scale if loss_scale > 0 and math.isfinite(work) else 0.0
-    return StepSize(ratios[layer], layer, change)
+    return StepSize(ratios[layer], layer, work, change)
 
 
 @dataclass
@@ -205,6 +218,42 @@ class SustainedRise:
                 self._ceiling = loss
             elif dropped >= self._ceiling:
                 self._ceiling = max(self.before)
+
+
+T = TypeVar("T")
+
+
+class BrokenPromises(Generic[T]):
+    """Updates after which the loss rose by as much as first order promised that it would fall, or more.
+
+    Gradient descent on ``lambda x^2 / 2`` multiplies the loss by ``(eta lambda - 1)^2`` and promises a fall of
+    ``2 eta lambda`` times the loss: the loss rises by that much exactly from ``eta lambda = 4`` on, where networks
+    diverge (Lewkowycz et al. 2020). Both sides are differences of the loss, so its level, sign and scale do not matter.
+    """
+
+    PATIENCE = 3
+
+    def __init__(self) -> None:
+        self._open: list[tuple[int, float, float, T]] = []
+
+    def check(self, sample: Sample) -> list[tuple[int, float, T]]:
+        """The earlier updates that this step's loss proves wrong: step, rise of the loss, and what was noted."""
+        if not self._open:
+            return []
+        broken: list[tuple[int, float, T]] = []
+        still_open: list[tuple[int, float, float, T]] = []
+        for step, loss, promise, note in self._open:
+            if math.isinf(sample.loss) or sample.loss - loss >= promise:
+                broken.append((step, sample.loss - loss, note))
+            elif sample.step - step < self.PATIENCE:
+                still_open.append((step, loss, promise, note))
+        self._open = still_open
+        return broken
+
+    def note(self, sample: Sample, promise: float, what: T) -> None:
+        """Keep an update whose first-order promise is to be compared with the next losses."""
+        if math.isfinite(sample.loss) and math.isfinite(promise):
+            self._open.append((sample.step, sample.loss, promise, what))
 
 
 def largest_update(sample: Sample, scale: LossScale) -> StepSize | None:

@@ -48,6 +48,7 @@ class AuditDetector(Detector):
                     layer=observation.layer,
                     evidence=observation.measures,
                     message=observation.detail,
+                    since=observation.step,
                 )
             )
 

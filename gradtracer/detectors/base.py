@@ -30,6 +30,8 @@ class Finding:
     evidence: tuple[Measure, ...] = ()
     message: str = ""
     from_state: str = "healthy"
+    since: int | None = None
+    """Step at which the state began, where it could be told only later; the step of the sample by default."""
 
 
 class Detector(ABC):
@@ -104,7 +106,8 @@ class Episodes:
     def _update(self, detector: Detector, step: int, findings: Sequence[Finding]) -> Iterable[EventChange]:
         found = {(detector.code, f.layer, f.state): f for f in findings}
         for key, finding in found.items():
-            episode = self._open.setdefault(key, _Episode(first_step=step))
+            first_step = step if finding.since is None else finding.since
+            episode = self._open.setdefault(key, _Episode(first_step=first_step))
             episode.streak += 1
             episode.clean = 0
             if episode.event is None:

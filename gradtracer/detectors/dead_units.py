@@ -16,6 +16,9 @@ from gradtracer.samples import LayerTable, Sample
 # did not ask for them.
 _UNIT_ROWS = ("Linear", "Conv")
 
+REPEATED_CALL = "#"
+"""The second call of a module within one forward pass is recorded as `module#2`."""
+
 
 @dataclass
 class _Watched:
@@ -43,19 +46,19 @@ class DeadUnits(Detector):
         d, the share of units that put out nothing in all rows read lately; z, the share of zeros in the output of this
         step; r, the share of output units of the feeding layer whose gradient is exactly zero. No units.
         dead: d >= 0.99 or z = 1. dying: d >= 0.5 after a rise by at least 0.3 within 10 steps (or from one sampled step
-        to the next), z with it by 0.15, and the loss has given up at least half of what it had gained. In both r, where
-        it was recorded, must be at least d - 0.1. Where the rectifier is a function and no module, r stands for d, and
-        the output of the layer must be negative: its mean plus two standard deviations for dead, its mean for dying;
-        the last layer is left out, and of several the one nearest to the output is named, since a dead layer silences
-        those before it.
+        to the next), z with it by 0.15, and the loss has given up at least half of what it had gained (four times its
+        noise or more). In both r, where it was recorded, must be at least d - 0.1. Where the rectifier is a function
+        and no module, r stands for d, and the output of the layer must be negative: its mean plus two standard
+        deviations for dead, its mean for dying; the last layer is left out, and of several the one nearest to the
+        output is named, since a dead layer silences those before it.
         Three sampled steps in a row. `critical` where no gradient at all reaches the feeding layer.
 
     Thresholds:
         0.99 leaves one unit in a hundred. 0.5 and 0.3: a healthy rectifier may end with 10 to 40 % dead units, now and
         then with more (Lu et al. 2019; Karpathy, CS231n), and gets there slowly, as it grows sparse and the loss falls;
-        an injury is sudden and costs. 0.15 is half of 0.3, since
-        about half of what live units put out is zero: without it the units had been silent before, and were merely
-        counted late. 0.1 is for units that were silent on the rows read and not on this batch.
+        an injury is sudden and costs. 0.15 is half of 0.3, since about half of what live units put out is zero: without
+        it the units had been silent before, and were merely counted late. 0.1 is for units that were silent on the rows
+        read and not on this batch.
 
     Fixes:
         rollback to before the injury and set_learning_rate to what it was; in the source a leaky slope, a smaller
@@ -105,14 +108,14 @@ class DeadUnits(Detector):
         findings = [f for rectifier in dead if (f := self._module(rectifier, dead[rectifier], sample.step, table))]
         if sample.grad_norm > 0:
             # With no gradient at all (a hinge loss that is satisfied) zero rows say nothing about a layer.
-            seen = {self._fed_by.get(rectifier, rectifier) for rectifier in dead}
+            seen = {self._fed_by.get(rectifier, rectifier).partition(REPEATED_CALL)[0] for rectifier in dead}
             candidates = [layer for layer in rows if layer not in seen and layer in self._order]
             functional = self._functions(candidates, rows, sample.step, table)
             findings.extend([functional] if functional else [])
         return findings
 
     def _module(self, rectifier: str, d: float, step: int, table: LayerTable) -> Finding | None:
-        layer = self._fed_by.get(rectifier, rectifier)
+        layer = self._fed_by.get(rectifier, rectifier).partition(REPEATED_CALL)[0]
         zeros = table.get(rectifier, "activation_zero_fraction")
         if zeros == 1.0:
             d = 1.0
@@ -158,7 +161,8 @@ class DeadUnits(Detector):
         return d >= self.MANY and d >= watched.after_injury - self.AGREEMENT
 
     def _costs(self) -> bool:
-        return self._loss.count >= 5 and self._loss.lost_progress(self._loss.level) >= self.LOST
+        loss = self._loss
+        return loss.has_learned and loss.lost_progress(loss.level) >= self.LOST
 
     def _finding(self, layer: str, rectifier: str, state: str, d: float, table: LayerTable) -> Finding:
         cut = d >= 1.0 and table.get(layer, "grad_norm") == 0.0

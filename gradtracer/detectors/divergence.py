@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from gradtracer.detectors._running import GeometricLevel, LossScale, largest_update
+from gradtracer.detectors._running import BrokenPromises, GeometricLevel, LossScale, StepSize, largest_update
 from gradtracer.detectors.base import DETECTORS, Detector, Finding
 from gradtracer.records import Measure, Severity
 from gradtracer.samples import Sample
@@ -25,9 +25,8 @@ class Divergence(Detector):
     Definition:
         ``loss >= 10 max |loss|`` over the 10 steps before the rise, and at least ten times a tenth of all that the loss
         has gained since the start (no unit), for two steps in a row, while within the
-        last 10 steps an update had ``u = max_l ||update_l|| / ||w_l|| >= 0.1`` and
-        ``P = sum_l ||g_l|| ||update_l|| / |loss| >= 8`` (see update_ratio_too_high), or the gradient norm was 100 times
-        its geometric mean. `critical` from a factor of 1000 on. It lasts until the loss is back below the bound.
+        last 10 steps an update overshot (as update_ratio_too_high defines it), or the gradient norm was 100 times its
+        geometric mean. `critical` from a factor of 1000 on. It lasts until the loss is back below the bound.
 
     Thresholds:
         Losses of small batches vary by more than a factor of 10 in healthy runs, so the factor never decides alone:
@@ -56,9 +55,11 @@ class Divergence(Detector):
     def __init__(self) -> None:
         self._scale = LossScale()
         self._gradient = GeometricLevel(20)
+        self._promises: BrokenPromises[StepSize] = BrokenPromises()
         self._before: deque[float] = deque(maxlen=self.WINDOW)
         self._usual = math.nan
         """Largest |loss| before the rise that is now looked at; NaN where there is none."""
+        self._rose_at = 0
         self._overshot = -math.inf
         """Last step at which an update was too large."""
 
@@ -72,7 +73,7 @@ class Divergence(Detector):
         if math.isnan(self._usual) and self._before and loss >= self.FACTOR * self._before[-1]:
             usual = max(max(self._before), self._scale.floor)
             if usual > 0 and loss >= self.FACTOR * usual:
-                self._usual = usual
+                self._usual, self._rose_at = usual, sample.step
         if math.isnan(self._usual):
             self._before.append(abs(loss))
             return ()
@@ -90,6 +91,7 @@ class Divergence(Detector):
                 confidence=0.95,
                 evidence=(Measure(name="loss", value=loss, baseline=self._usual, threshold=self.FACTOR * self._usual),),
                 message=f"The loss is {loss:.4g}, {factor:.3g} times the largest of the steps before the rise.",
+                since=self._rose_at,
             )
         ]
 
@@ -98,6 +100,8 @@ class Divergence(Detector):
         if self._gradient.count >= self.WINDOW and norm >= self.GRADIENT_GROWTH * self._gradient.value:
             self._overshot = sample.step
         self._gradient.update(norm)
+        if self._promises.check(sample):
+            self._overshot = sample.step
         update = largest_update(sample, self._scale)
         if update and update.ratio >= self.LARGE_RATIO and update.predicted_change >= self.UNSTABLE_CHANGE:
-            self._overshot = sample.step
+            self._promises.note(sample, update.work, update)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gradtracer.detectors._depth import on_the_path
-from gradtracer.detectors._running import GeometricLevel, LossScale, SustainedRise
+from gradtracer.detectors._running import BrokenPromises, GeometricLevel, LossScale, SustainedRise
 from gradtracer.detectors.base import DETECTORS, Detector, Finding
 from gradtracer.records import GradientThresholds, Measure, ModelDescription, Observation, Severity
 from gradtracer.samples import LayerTable, Sample
@@ -27,8 +27,8 @@ class ExplodingGradient(Detector):
         Elasticity ``E_l = ||g_l|| ||w_l|| / |loss|``: by how many percent the loss may change when the layer's weights
         change by one percent; and the change that this step allows, ``P_l = ||g_l|| ||update_l|| / |loss|``. No units.
         A layer explodes where
-        (1) E_l >= 100 and P_l >= 8, or
-        (2) E_l >= 100 and ||g_l|| > 1e3 at three sampled steps in a row;
+        (1) E_l >= 100 and P_l >= 8, and within 3 steps the loss rises by ``P_l |loss|`` or more or is not finite, or
+        (2) E_l >= 100 and ||g_l|| > 1e3 at three sampled steps in a row, once 10 steps have been made;
         the run explodes where
         (3) the norm of the whole gradient is at least 100 times its geometric mean over the last 20 steps, and within
         10 steps the loss or a gradient is not finite (`critical`), or the loss rises above all of its last 32 values
@@ -39,10 +39,10 @@ class ExplodingGradient(Detector):
     Thresholds:
         A function that is homogeneous of degree k in a layer's weights has an elasticity of k (Euler), so a
         feed-forward layer has about 1 and a recurrent one at most its number of time steps; 100 is beyond what either
-        needs. 8 is where a network diverges, see update_ratio_too_high. 1e3, `GradientThresholds`, is
-        absolute, so it never decides alone. 100 in (3): mini-batch gradient norms are heavy-tailed, and even there a
-        factor of 10 is usual and harmless, hence also the effect on the loss, whose chance without a cause is
-        1 / C(38, 6) = 4e-7.
+        needs. 8 and the rise of the loss tell where a network diverges, see update_ratio_too_high. 1e3,
+        `GradientThresholds`, is absolute, so it never decides alone. 100 in (3): mini-batch gradient norms are
+        heavy-tailed, and even there a factor of 10 is usual and harmless, hence also the effect on the loss, whose
+        chance without a cause is 1 / C(38, 6) = 4e-7.
 
     Fixes:
         clip_grad_norm at about the usual norm; rollback if weights are already damaged; a lower learning rate; for a
@@ -69,7 +69,9 @@ class ExplodingGradient(Detector):
         self._scale = LossScale()
         self._level = GeometricLevel(20)
         self._rise = SustainedRise()
-        self._streaks: dict[str, int] = {}
+        self._streaks: dict[str, list[int]] = {}
+        """Steps in a row at which a layer was hypersensitive with a large norm, the last few."""
+        self._promises: BrokenPromises[Finding] = BrokenPromises()
         self._jump: tuple[int, float, float] | None = None
         """Step, norm and baseline of the last hundredfold growth."""
 
@@ -82,8 +84,9 @@ class ExplodingGradient(Detector):
         """The run at every step, the layers at sampled ones."""
         self._scale.update(sample.loss)
         findings = self._after_a_jump(sample)
+        findings.extend(finding for _, _, finding in self._promises.check(sample))
         if sample.layers is not None:
-            findings.extend(self._layers(sample.layers))
+            findings.extend(self._layers(sample, sample.layers))
         elif not findings:
             return None
         return findings
@@ -109,12 +112,13 @@ class ExplodingGradient(Detector):
                 severity=Severity.CRITICAL if broken else Severity.WARNING,
                 confidence=0.9,
                 evidence=(Measure(name="grad_norm", value=norm, baseline=usual, threshold=self.GROWTH * usual),),
+                since=step,
                 message=f"The gradient norm grew to {norm:.3g} at step {step}, {norm / usual:.0f} times its usual "
                 f"{usual:.3g}, and the loss {'is no longer finite' if broken else 'rose and stayed up'}.",
             )
         ]
 
-    def _layers(self, table: LayerTable) -> list[Finding]:
+    def _layers(self, sample: Sample, table: LayerTable) -> list[Finding]:
         scale = self._scale.value
         if scale <= 0:
             return []
@@ -126,28 +130,36 @@ class ExplodingGradient(Detector):
                 self._streaks.pop(layer, None)
                 continue
             change = elasticity * ratios.get(layer, math.nan)
-            streak = self._streaks.get(layer, 0) + 1 if norm > self._large else 0
-            self._streaks[layer] = streak
-            if not change >= self.UNSTABLE_CHANGE and streak < self.NUM_IN_A_ROW:
+            if change >= self.UNSTABLE_CHANGE:
+                finding = self._finding(layer, norm, elasticity, change, since=sample.step)
+                self._promises.note(sample, change * scale, finding)
+            streak = self._streaks.setdefault(layer, [])
+            if norm <= self._large:
+                streak.clear()
                 continue
-            findings.append(
-                Finding(
-                    state="exploding",
-                    severity=Severity.WARNING,
-                    layer=layer,
-                    confidence=0.9,
-                    evidence=(
-                        Measure(name="elasticity", value=elasticity, threshold=self.HYPERSENSITIVE),
-                        Measure(
-                            name="predicted_relative_loss_change",
-                            value=change if math.isfinite(change) else None,
-                            threshold=self.UNSTABLE_CHANGE,
-                            num_non_finite=0 if math.isfinite(change) else 1,
-                        ),
-                        Measure(name="grad_norm", value=norm),
-                    ),
-                    message=f"A change of {layer} by 1 % may change the loss by {elasticity:.3g} %: its gradient norm "
-                    f"is {norm:.3g}.",
-                )
-            )
+            streak.append(sample.step)
+            if len(streak) >= self.NUM_IN_A_ROW and sample.step >= self.MIN_BASELINE:
+                findings.append(self._finding(layer, norm, elasticity, change, since=streak[0]))
         return findings
+
+    def _finding(self, layer: str, norm: float, elasticity: float, change: float, since: int) -> Finding:
+        finite = math.isfinite(change)
+        return Finding(
+            state="exploding",
+            severity=Severity.WARNING,
+            layer=layer,
+            confidence=0.9,
+            evidence=(
+                Measure(name="elasticity", value=elasticity, threshold=self.HYPERSENSITIVE),
+                Measure(
+                    name="predicted_relative_loss_change",
+                    value=change if finite else None,
+                    threshold=self.UNSTABLE_CHANGE,
+                    num_non_finite=0 if finite else 1,
+                ),
+                Measure(name="grad_norm", value=norm),
+            ),
+            message=f"A change of {layer} by 1 % may change the loss by {elasticity:.3g} %: its gradient norm is "
+            f"{norm:.3g}.",
+            since=since,
+        )

@@ -75,7 +75,7 @@ class LossSpike(Detector):
         rise = self._rise.update(sample.step, sample.loss)
         findings: list[Finding] = []
         if rise is not None:
-            findings = self._shift(sample.step, rise.first_step, rise.values, self._rise.jump(rise))
+            findings = self._shift(rise.first_step, rise.values, self._rise.jump(rise))
         elif before is None and self._rise.rise is not None:
             findings = self._spike(sample.loss)
         if rise is None:
@@ -110,7 +110,7 @@ class LossSpike(Detector):
             )
         ]
 
-    def _shift(self, step: int, first_step: int, values: list[float], jump: float) -> list[Finding]:
+    def _shift(self, first_step: int, values: list[float], jump: float) -> list[Finding]:
         level = sorted(values[-6:])[3]
         lost = self._history.lost_progress(level)
         if jump < self.SUDDEN or lost < self.LOST or self._trigger is None:
@@ -127,8 +127,8 @@ class LossSpike(Detector):
                     Measure(name="loss", value=level, baseline=self._history.best),
                     Measure(name="lost_progress", value=lost if math.isfinite(lost) else None, threshold=self.LOST),
                     Measure(name=signal, value=value if math.isfinite(value) else None, baseline=usual),
-                    Measure(name="first_step", value=float(first_step), unit="step"),
                 ),
+                since=first_step,
                 message=f"The loss rose to {level:.4g} at step {first_step} and stays there; the best was "
                 f"{self._history.best:.4g}. The {signal.replace('_', ' ')} jumped at step {at}.",
             )

@@ -43,7 +43,10 @@ class LayerStats(Record):
 
     layer: Name
     type: Name = ""
-    health: Name = Field(description="State of its gradient norm, see GradientHealth; `no_gradient` where it has none.")
+    health: Name = Field(
+        description="State of its gradient norm, see GradientHealth; `no_gradient` where it has none, `no_parameters` "
+        "where it needs none."
+    )
     stats: tuple[LayerStat, ...]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradtracer.training import statistics
+
+_HOOKS_TAKE_KWARGS: dict[str, bool] = (
+    {"with_kwargs": True} if "with_kwargs" in inspect.signature(register_module_forward_hook).parameters else {}
+)
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold)
 _BOUNDED = (nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid)
@@ -67,6 +73,11 @@ class ActivationCapture:
         self._thread = 0
         self._pass = ForwardPass()
         self._rows_since_active: dict[str, Tensor] = {}
+        self.kwargs: dict[str, Any] | None = None
+        """Keyword arguments of the call that is being reported; None where this torch does not tell them."""
+        self._armed_s = 0.0
+        self.first_call_s: float | None = None
+        """When the first layer of any model ran since reading began, with or without gradients."""
         self.silent: dict[int, tuple[str, Tensor]] = {}
         """By storage address: outputs of modules in training mode that ran while gradients were off."""
         self.in_backward = False
@@ -77,24 +88,43 @@ class ActivationCapture:
         """Whether the hook is in place."""
         return self._handle is not None
 
+    @property
+    def waited_s(self) -> float | None:
+        """Time from the beginning of reading to the first layer that ran; None before that."""
+        return None if self.first_call_s is None else self.first_call_s - self._armed_s
+
+    @property
+    def computed_s(self) -> float | None:
+        """Time since then."""
+        return None if self.first_call_s is None else time.perf_counter() - self.first_call_s
+
     def arm(self) -> None:
         """Read from now until `disarm`."""
         if self._handle is None and self._names:
             self._thread = threading.get_ident()
             self.silent = {}
-            self._handle = register_module_forward_hook(self._after_forward)
+            self._armed_s, self.first_call_s = time.perf_counter(), None
+            hook = self._after_call if _HOOKS_TAKE_KWARGS else self._after_forward
+            self._handle = register_module_forward_hook(hook, **_HOOKS_TAKE_KWARGS)
 
     def disarm(self) -> ForwardPass:
         """Stop reading and hand over what was read."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        self.kwargs = None
         done, self._pass = self._pass, ForwardPass()
         done.producers.clear()
         return done
 
+    def _after_call(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
+        self.kwargs = kwargs
+        self._after_forward(module, inputs, output)
+
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
+        if self.first_call_s is None and threading.get_ident() == self._thread:
+            self.first_call_s = time.perf_counter()
         if not torch.is_grad_enabled() and name is not None and module.training and self._is_ours():
             tensor = first_tensor(output)
             if tensor is not None:

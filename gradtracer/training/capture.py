@@ -7,19 +7,20 @@ sampled step, and read once that copy has arrived.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtracer.records import AuditFinding, NonFiniteOrigin, Observation
+from gradtracer.records import AuditFinding, CaptureNotice, NonFiniteOrigin, Observation
 from gradtracer.samples import LayerTable, Layout, Sample
 from gradtracer.signals import MISSING, NON_FINITE
 from gradtracer.training import nonfinite, statistics
@@ -29,6 +30,8 @@ from gradtracer.training.graph import LossGraph
 from gradtracer.training.held import HeldInputs
 from gradtracer.training.layers import Layer, layers_of, watched_modules
 from gradtracer.training.schedule import Schedule
+
+log = logging.getLogger("gradtracer")
 
 _LOOK_BACK = 32
 """Steps whose per-layer gradient norms are kept in memory, to be written when something goes wrong."""
@@ -79,17 +82,25 @@ class _OpenStep:
     step_time_s: float = MISSING
     loss: float | Tensor = MISSING
 
-    def take(self, forward: ForwardPass) -> None:
+    def take(self, forward: ForwardPass | None) -> None:
         """Add what a forward pass showed."""
-        self.forward = forward if self.forward is None else self.forward.joined_with(forward)
+        if forward is not None:
+            self.forward = forward if self.forward is None else self.forward.joined_with(forward)
+
+    def join(self, later: _OpenStep) -> None:
+        """What was taken for the start of the next step belongs to this one."""
+        self.losses += later.losses
+        self.recorded |= later.recorded
+        self.take(later.forward)
 
     def forget_update(self) -> None:
         """Drop what was read of gradients and updates."""
         for readings in (
-            self.updated, self.index, self.grad_norms, self.grad_means, self.weight_norms, self.updates, self.cosines,
+            self.updated, self.grad_norms, self.grad_means, self.weight_norms, self.updates, self.cosines,
             self.zero_rows,
         ):  # fmt: skip
             readings.clear()
+        self.index = []
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,18 @@ class _Held:
     sizes: tuple[int, ...]
     index: list[int]
     parameters: list[nn.Parameter]
+    is_uniform: bool
+    """Whether all are of one device and one type that is not half: their norms are one call."""
+
+    def norms(self, gradients: list[Tensor]) -> Tensor | None:
+        """Norms where every parameter has a dense gradient, `[len(index)]`; None where one is None, sparse or half."""
+        if not self.is_uniform or not gradients:
+            return None
+        try:
+            found = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+        except (TypeError, RuntimeError, NotImplementedError):  # one is missing, sparse, or of another kind
+            return None
+        return torch.stack(found)
 
 
 class Capture:
@@ -162,7 +185,8 @@ class Capture:
         self.explicit: bool | None = None
         """Whether the user marks steps; None until it is known."""
         self._updates_per_step = 1
-        self._audits, self._loss_fn = audits, loss_fn
+        self._loss_fn = loss_fn
+        self._set_audits(audits)
         self._found: set[tuple[str, str | None]] = set()
         self._watched = {} if is_compiled(model) else watched_modules(model)
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
@@ -172,10 +196,8 @@ class Capture:
         self.forward_order: list[str] = []
         self.fed_by: dict[str, str] = {}
         self.activation_types: dict[str, str] = {}
-        self._recent: deque[tuple[int, np.ndarray]] = deque(maxlen=_LOOK_BACK)
+        self._recent: deque[tuple[int, Sequence[int], np.ndarray]] = deque(maxlen=_LOOK_BACK)
         self._tabled: deque[int] = deque(maxlen=4 * _LOOK_BACK)
-        self._new_losses: list[Tensor] = []
-        """Losses of backward calls since the last update."""
         self._last_gradients: dict[int, Tensor] = {}
         self._weights_before: list[Tensor] = []
         self._weights_index: list[int] = []
@@ -189,6 +211,8 @@ class Capture:
         self._waiting: list[_OpenStep] = []
         self._copy: _Copy | None = None
         self._open = _OpenStep(0, sampled=False)
+        self._next: _OpenStep | None = None
+        """After an update that may or may not have ended the step: what comes until that is known."""
         self._begin(0)
 
     @property
@@ -211,7 +235,8 @@ class Capture:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = True
         value = unscaled.detach()
-        self._new_losses.append(value)
+        now = self._now
+        now.losses.append(value)
         if value.device.type == "cpu":
             finite = math.isfinite(value.item())
             first_non_finite = not finite and self._loss_was_finite
@@ -220,20 +245,24 @@ class Capture:
             first_non_finite = False
         if loss.grad_fn is None:
             return
-        which = (len(self._open.updated), len(self._new_losses))
-        if first_non_finite or self._open.sampled:
-            graph = LossGraph(loss, self.layer_of_parameter, self._module_of)
+        which = (len(self._open.updated), len(now.losses))
+        looked_at = first_non_finite or now.sampled
+        if looked_at or self._constant_audits:
+            graph = LossGraph(loss, self.layer_of_parameter, self._module_of, unscaled)
             if first_non_finite:
                 graph.owners = self._held_inputs.owners_in(graph)
-                self._report(nonfinite.birth_in_graph(graph, self._open.step))
-            self._held_inputs.learn(which, graph)
+                self._report(nonfinite.birth_in_graph(graph, now.step))
+            if looked_at:
+                self._held_inputs.learn(which, graph)
             with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_loss(context, graph))
+                self._audit(lambda audit, context: audit.on_loss(context, graph), sampled=looked_at)
         self._held_inputs.hold(which, loss)
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
         self.activations.in_backward = False
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_backward(context), sampled=self._now.sampled)
 
     def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -244,15 +273,16 @@ class Capture:
             # stand already, so nothing that touches the model may run here.
             self.explicit = False
             self._end(MISSING, run_commands=False)
+        self._rejoin()
         if id(optimizer) in self._open.updated:
             self._open.forget_update()  # several updates within one marked step: the last one is described
         if not has_closure:
             with torch.no_grad():
                 self._read_gradients(optimizer)
             self._on_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
-                self._audit(lambda audit, context: audit.on_gradients(context, optimizer))
+        with torch.no_grad():
+            self._audit(lambda audit, context: audit.on_gradients(context, optimizer), sampled=self._open.sampled)
+            if self._open.sampled:
                 self._read_weights(optimizer)
         rate = optimizer.param_groups[0].get("lr", MISSING)
         if not self._open.updated:
@@ -267,22 +297,22 @@ class Capture:
                 self._read_gradients(optimizer)
         else:
             self._after_guards(optimizer)
-        if self._open.sampled:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._open.sampled:
                 self._read_update()
-                self._audit(lambda audit, context: audit.on_update(context, optimizer))
+            self._audit(lambda audit, context: audit.on_update(context, optimizer), sampled=self._open.sampled)
         self._open.updated.append(id(optimizer))
-        self._take_losses()
-        if self.explicit is None and self.activations.armed:
-            # Whether this update ends the step is known at the next one, whose forward pass comes first.
-            self._open.take(self.activations.disarm())
-            self.activations.arm()
         if self.explicit is False and len(self._open.updated) >= self._updates_per_step:
             self._end(MISSING, run_commands=True)
+        elif self.explicit is not True:
+            # Whether this update ended the step is known at the next one, whose forward and backward pass come first.
+            self._open.take(self.activations.disarm())
+            self._next = self._new_step(self._open.step + 1)
 
     def mark_step(self, loss: float | Tensor | None) -> None:
         """The user says that a step is over."""
         self.explicit = True
+        self._rejoin()
         if loss is None:
             self._end(MISSING, run_commands=True)
         elif isinstance(loss, Tensor):
@@ -315,50 +345,67 @@ class Capture:
             self._module_of.setdefault(tensor.grad_fn, name)
         self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
 
-    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]]) -> None:
-        if not self._audits:
+    def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]], sampled: bool = True) -> None:
+        audits = self._audits if sampled else self._constant_audits
+        if not audits:
             return
-        now = self._open
+        now = self._now
         context = AuditContext(
             step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
             layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
-            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value),
+            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
             silent={key: name for key, (name, _) in self.activations.silent.items()},
+            kwargs=self.activations.kwargs,
+            waited_s=self.activations.waited_s,
+            computed_s=self.activations.computed_s,
         )  # fmt: skip
-        for audit in self._audits:
-            for found in look(audit, context):
+        for audit in audits:
+            try:
+                findings = list(look(audit, context))
+            except Exception as error:
+                self._retire(audit, error)
+                continue
+            for found in findings:
                 if (found.code, found.layer) not in self._found:
                     self._found.add((found.code, found.layer))
                     self._sink.add_observation(found)
 
+    def _set_audits(self, audits: Sequence[Audit]) -> None:
+        self._audits = audits
+        self._constant_audits = [audit for audit in audits if audit.every_step]
+
+    def _retire(self, audit: Audit, error: Exception) -> None:
+        """An audit that breaks costs itself, no more."""
+        self._set_audits([a for a in self._audits if a is not audit])
+        log.warning("the audit %s is turned off because of an error of its own", audit.code, exc_info=error)
+        self._sink.add_observation(
+            CaptureNotice(
+                step=self._now.step, message=f"The audit {audit.code} is off: {type(error).__name__}: {error}"
+            )
+        )
+
     # ------------------------------------------------------------------ reading
 
     def _read_gradients(self, optimizer: Optimizer) -> None:
-        held = self._held_by(optimizer)
-        index: list[int] = []
-        gradients: list[Tensor] = []
-        for number, parameter in zip(held.index, held.parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is not None:
-                index.append(number)
-                gradients.append(statistics.gradient_values(gradient))
-        if not self._open.updated:
-            for number in self._unheld():
-                gradient = self.parameters[number].grad
-                if gradient is not None:
-                    index.append(number)
-                    gradients.append(statistics.gradient_values(gradient))
-        if not gradients:
-            return
         now = self._open
-        norms = statistics.norms(gradients)
+        held = self._held_by(optimizer)
+        extra = () if now.updated else self._unheld()
+        index, gradients = held.index, [cast(Tensor, p.grad) for p in held.parameters]
+        norms = held.norms(gradients) if not extra else None
+        if norms is None:
+            present = [(n, self.parameters[n].grad) for n in (*index, *extra)]
+            index = [n for n, g in present if g is not None]
+            gradients = [statistics.gradient_values(g) for _, g in present if g is not None]
+            if not gradients:
+                return
+            norms = statistics.norms(gradients)
         if not self._on_device and not math.isfinite(float(norms.sum())):
             # A float32 sum of squares overflows above 1e19 while every element is finite.
             norms = torch.tensor([statistics.exact_norm(g) for g in gradients], dtype=torch.float64)
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, Tensor):  # a fused optimizer divides inside its kernel
             norms = norms / scale.to(norms.device, norms.dtype)
-        now.index += index
+        now.index = index if not now.index else [*now.index, *index]
         now.grad_norms.append(norms)
         if now.sampled or self._schedule.is_due(now.step + 1):
             self._read_directions(index, gradients)
@@ -406,33 +453,46 @@ class Capture:
 
     # ------------------------------------------------------------------ steps
 
-    def _begin(self, step: int) -> None:
+    @property
+    def _now(self) -> _OpenStep:
+        """The step that what happens now belongs to, as far as is known."""
+        return self._open if self._next is None else self._next
+
+    def _new_step(self, step: int) -> _OpenStep:
         sampled = self._schedule.is_due(step)
-        self._open = _OpenStep(step, sampled)
-        self._held_inputs.release()
-        self._module_of = {}
         if sampled:
             self.activations.arm()
+        return _OpenStep(step, sampled)
+
+    def _begin(self, step: int) -> None:
+        self._held_inputs.release()
+        self._module_of = {}
+        self._open = self._new_step(step)
+
+    def _rejoin(self) -> None:
+        """The last update did not end the step."""
+        if self._next is not None:
+            if self.activations.armed:
+                self._next.take(self.activations.disarm())
+                self.activations.arm()
+            self._open.join(self._next)
+            self._next = None
 
     def _end(self, loss: float | Tensor, *, run_commands: bool) -> None:
-        done = self._open
+        done, following = self._open, self._next
         now = time.perf_counter()
         done.time_s, done.step_time_s, self._last_end = time.time(), now - self._last_end, now
-        if run_commands:  # otherwise the next step's backward has run already
-            self._take_losses()
         if isinstance(loss, Tensor) or not math.isnan(loss):
             done.loss = loss
         elif done.losses:
             # What the update follows is the sum over the backward calls: accumulated losses are parts of one objective.
             done.loss = done.losses[0] if len(done.losses) == 1 else torch.stack([x.float() for x in done.losses]).sum()
         self._updates_per_step = max(self._updates_per_step, len(done.updated))
-        belongs_to_next = not run_commands and done.forward is not None
-        if self.activations.armed and not belongs_to_next:
-            passed = self.activations.disarm()
-            if done.forward is None:
-                done.take(passed)
+        if following is None and self.activations.armed:
+            done.take(self.activations.disarm())
         if done.forward is not None:
             self._learn_forward_order(done.forward)
+        self._next = None
         if done.sampled:
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_step_end(context))
@@ -449,11 +509,10 @@ class Capture:
         self.last_step = done.step
         if run_commands:
             self._on_step_end(done.step)
-        self._begin(done.step + 1)
-
-    def _take_losses(self) -> None:
-        self._open.losses += self._new_losses
-        self._new_losses = []
+        if following is None:
+            self._begin(done.step + 1)
+        else:
+            self._open = following
 
     def _learn_forward_order(self, forward: ForwardPass) -> None:
         if len(forward.scalars) > len(self.forward_order):
@@ -468,28 +527,27 @@ class Capture:
             self._emit_step(step, numbers)
 
     def _emit_step(self, step: _OpenStep, numbers: _Numbers) -> None:
-        norms = np.full(len(self.parameters), np.nan)
-        norms[step.index] = numbers.grad_norms
-        bad = ~np.isfinite(norms) & np.isin(np.arange(len(norms)), step.index)
-        squares = np.where(np.isnan(norms) & ~bad, 0.0, norms * norms)
-        total = math.sqrt(float(squares.sum())) if step.index and not bad.any() else MISSING
-        if bad.any():
+        norms, loss = numbers.grad_norms, numbers.loss
+        square = float(np.dot(norms, norms))
+        bad = np.empty(0, dtype=np.intp)
+        if not step.index:
+            total = MISSING
+        elif math.isfinite(square):
+            total = math.sqrt(square)
+            self._gradient_was_finite = True
+        else:
+            bad = np.asarray(step.index, dtype=np.intp)[~np.isfinite(norms)]
             total = NON_FINITE
-        present = np.zeros(len(self.layers), dtype=bool)
-        present[self._layer_index[step.index]] = True
-        per_layer = self._sum_by_layer(np.where(bad, np.inf, squares))
-        per_layer = np.where(present, np.sqrt(per_layer), np.nan)
-        loss = numbers.loss
-        num_bad = len(set(self._layer_index[bad].tolist()))
-        self._note_backward_origin(step, bad, loss)
-        self._recent.append((step.step, per_layer.astype(np.float32)))
+            self._note_backward_origin(step, bad, loss)
+        self._recent.append((step.step, step.index, norms))
         table = None
         if step.sampled:
-            table = self._table(step, numbers, per_layer, bad)
+            table = self._table(step, numbers, bad)
             self._tabled.append(step.step)
         sample = Sample(
             step=step.step, time_s=step.time_s, loss=loss, grad_norm=total, learning_rate=step.learning_rate,
-            step_time_s=step.step_time_s, num_non_finite_grads=float(num_bad), layers=table,
+            step_time_s=step.step_time_s, num_non_finite_grads=float(len(set(self._layer_index[bad].tolist()))),
+            layers=table,
         )  # fmt: skip
         if not math.isnan(loss):
             self.recent_losses.append((step.step, loss))
@@ -497,11 +555,13 @@ class Capture:
         if self._schedule.suspects(loss, total):
             self._write_look_back()
 
+    def _layer_norms(self, index: Sequence[int], norms: np.ndarray) -> np.ndarray:
+        """Norms by layer, NaN where a layer has none, infinity where one is not finite."""
+        squares = np.where(np.isfinite(norms), norms * norms, np.inf)
+        total, present = self._over_layers(index, squares)
+        return np.where(present, np.sqrt(total), np.nan)
+
     def _note_backward_origin(self, step: _OpenStep, bad: np.ndarray, loss: float) -> None:
-        if not bad.any():
-            if step.index:
-                self._gradient_was_finite = True
-            return
         if self._gradient_was_finite and loss != NON_FINITE:
             names = {self.layers[i].name for i in self._layer_index[bad].tolist()}
             order = [n for n in self.forward_order if n in names] or [n.name for n in self.layers if n.name in names]
@@ -513,7 +573,7 @@ class Capture:
                 return
             self._sink.add_observation(
                 NonFiniteOrigin(
-                    step=step.step, where="backward", layer=order[-1], num_non_finite=int(bad.sum()),
+                    step=step.step, where="backward", layer=order[-1], num_non_finite=len(bad),
                     detail="The loss is finite; the gradient is not, from this layer toward the input.",
                 )
             )  # fmt: skip
@@ -521,15 +581,13 @@ class Capture:
 
     def _write_look_back(self) -> None:
         tabled = set(self._tabled)
-        for step, norms in self._recent:
+        for step, index, norms in self._recent:
             if step not in tabled:
-                self._sink.add_table(step, LayerTable(self._norm_layout, norms))
+                per_layer = self._layer_norms(index, norms).astype(np.float32)
+                self._sink.add_table(step, LayerTable(self._norm_layout, per_layer, look_back=True))
                 self._tabled.append(step)
 
     # ------------------------------------------------------------------ tables
-
-    def _sum_by_layer(self, values: np.ndarray) -> np.ndarray:
-        return np.bincount(self._layer_index, weights=values, minlength=len(self.layers))
 
     def _over_layers(self, index: Sequence[int], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sum over each layer's parameters, and which layers have any."""
@@ -539,8 +597,9 @@ class Capture:
         present[layers] = True
         return total, present
 
-    def _table(self, step: _OpenStep, numbers: _Numbers, per_layer: np.ndarray, bad: np.ndarray) -> LayerTable:
+    def _table(self, step: _OpenStep, numbers: _Numbers, bad: np.ndarray) -> LayerTable:
         rows: dict[str, np.ndarray] = {}
+        per_layer = self._layer_norms(step.index, numbers.grad_norms)
         with np.errstate(all="ignore"):
             if step.index:
                 count, present = self._over_layers(step.index, self._numel[step.index])
@@ -551,7 +610,9 @@ class Capture:
                 rows["grad_std"] = np.sqrt(np.maximum(per_layer**2 / count - mean**2, 0.0))
                 weights, _ = self._over_layers(step.index, numbers.weight_norms.astype(np.float64) ** 2)
                 rows["weight_norm"] = np.where(present, np.sqrt(weights), np.nan)
-                rows["num_non_finite_grad"] = np.where(present, self._sum_by_layer(bad.astype(float)), np.nan)
+                rows["num_non_finite_grad"] = np.where(
+                    present, self._over_layers(bad.tolist(), np.ones(len(bad)))[0], np.nan
+                )
                 bad_weights, _ = self._over_layers(step.index, ~np.isfinite(numbers.weight_norms))
                 rows["num_non_finite_weight"] = np.where(present, bad_weights, np.nan)
                 rows["grad_growth_rate"] = self._growth_rate()
@@ -586,8 +647,8 @@ class Capture:
         recent = list(self._recent)[-_GROWTH_STEPS:]
         if len(recent) < 4:
             return np.full(len(self.layers), np.nan)
-        steps = np.asarray([s for s, _ in recent], dtype=np.float64)
-        logs = np.log(np.stack([n for _, n in recent]).astype(np.float64))
+        steps = np.asarray([s for s, _, _ in recent], dtype=np.float64)
+        logs = np.log(np.stack([self._layer_norms(index, norms) for _, index, norms in recent]))
         logs[~np.isfinite(logs)] = np.nan
         centred = steps - steps.mean()
         return (centred[:, None] * (logs - logs.mean(axis=0))).sum(axis=0) / (centred**2).sum()
@@ -615,7 +676,10 @@ class Capture:
         index = [
             self._number[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._number
         ]
-        return _Held(_sizes(optimizer), index, [self.parameters[n] for n in index])
+        parameters = [self.parameters[n] for n in index]
+        kinds = {(p.device, p.dtype) for p in parameters}
+        uniform = len(kinds) == 1 and all(p.dtype not in (torch.float16, torch.bfloat16) for p in parameters)
+        return _Held(_sizes(optimizer), index, parameters, uniform)
 
     def _held_by(self, optimizer: Optimizer) -> _Held:
         held = self._held[id(optimizer)]

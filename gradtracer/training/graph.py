@@ -43,20 +43,38 @@ class LossGraph:
         loss: The tensor that backward is about to be called on.
         layer_of: Names of layers by id of parameter.
         module_of: Names of the modules whose outputs the nodes are, where that was seen; the model itself is empty.
+        unscaled: The loss before a GradScaler scaled it; the loss itself where none did.
     """
 
-    def __init__(self, loss: Tensor, layer_of: Mapping[int, str], module_of: Mapping[Any, str] | None = None) -> None:
+    def __init__(
+        self,
+        loss: Tensor,
+        layer_of: Mapping[int, str],
+        module_of: Mapping[Any, str] | None = None,
+        unscaled: Tensor | None = None,
+    ) -> None:
         self.loss, self._layer_of = loss, layer_of
         self.module_of: Mapping[Any, str] = module_of or {}
         self.owners: Mapping[Any, str | None] = {}
         """Modules that compute the nodes, where a graph like this was met before and its modules were seen."""
-        self.called_from = user_frame()
-        """Where the user's program called backward."""
+        self.unscaled = loss if unscaled is None else unscaled
+
+    @cached_property
+    def called_from(self) -> SourceLocation | None:
+        """Where the user's program called backward; to be asked for while it does."""
+        return user_frame()
 
     @property
     def root(self) -> Any:
         """The node that made the loss; None where it has no history."""
         return self.loss.grad_fn
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The factor by which a GradScaler multiplied the loss, a tensor of one element; None where none did."""
+        if self.unscaled is self.loss or self.root is None:
+            return None
+        return next((s for name in ("other", "self") for s in saved_tensors(self.root, f"_saved_{name}")), None)
 
     @cached_property
     def nodes(self) -> list[Any]:
@@ -130,7 +148,7 @@ class LossGraph:
         """The layer whose parameter the node uses directly, or through a transposition or cast."""
         for child, _ in node.next_functions:
             hops = 0
-            while child is not None and hops < 3:
+            while child is not None and hops < 4:  # under autocast: transposition, cast, parameter
                 variable = getattr(child, "variable", None)
                 if variable is not None:
                     return self._layer_of.get(id(variable))

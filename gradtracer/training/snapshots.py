@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from gradtracer.fixes import SnapshotInfo
 _MAX_PERIODIC, _MAX_ASKED_FOR = 3, 5
 _SHARE_OF_TIME = 1 / 200
 _MIN_INTERVAL_S = 1.0
+PERIODIC_BYTES = 1 << 30
+"""A larger state is saved on request and before interventions only: three of them would fill a disk unasked."""
 
 
 @dataclass
@@ -44,10 +46,22 @@ class SnapshotStore:
         directory: Where the files go; made when the first is written.
         model: The model.
         optimizers: A live list; optimizers that are found later are saved too.
+        notify: Told once where the state is too large for periodic snapshots.
+        periodic_bytes: The largest state that is saved periodically.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        notify: Callable[[str], None] = lambda message: None,
+        periodic_bytes: int = PERIODIC_BYTES,
+    ) -> None:
         self._directory, self._model, self._optimizers = directory, model, optimizers
+        self._notify, self._periodic_bytes = notify, periodic_bytes
+        self._periodic = True
         self._kept: list[_Snapshot] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradtracer-snapshots")
         self._last_periodic = -float("inf")
@@ -60,8 +74,19 @@ class SnapshotStore:
     def take_if_due(self, step: int, *, healthy: bool) -> None:
         """Take a periodic snapshot, at most every second and for at most 0.5 % of the time; only of a healthy run."""
         now = time.monotonic()
-        if healthy and now - self._last_periodic >= max(_MIN_INTERVAL_S, self._cost_s / _SHARE_OF_TIME):
-            if not self._is_finite():
+        if (
+            self._periodic
+            and healthy
+            and now - self._last_periodic >= max(_MIN_INTERVAL_S, self._cost_s / _SHARE_OF_TIME)
+        ):
+            size = self._num_bytes()
+            if size > self._periodic_bytes:
+                self._periodic = False
+                self._notify(
+                    f"No periodic snapshots: model and optimizer take {size / 2**30:.2f} GiB, more than the "
+                    f"{self._periodic_bytes / 2**30:.2f} GiB allowed. A checkpoint can be asked for, and every "
+                    "intervention saves one first."
+                )
                 return
             self.take(step, healthy=True, periodic=True)
             self._last_periodic = time.monotonic()
@@ -142,6 +167,11 @@ class SnapshotStore:
             "optimizers": [_to_cpu(copy.deepcopy(o.state_dict())) for o in self._optimizers],
             "random": _random_state(),
         }
+
+    def _num_bytes(self) -> int:
+        state = (v for o in self._optimizers for s in o.state.values() for v in s.values())
+        tensors = [*_tensors(self._model), *(v for v in state if isinstance(v, torch.Tensor))]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def _is_finite(self) -> bool:
         with torch.no_grad():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 
+import torch
+
+from gradtracer.records import SourceLocation
 from gradtracer.records.base import TEXT_LENGTH
 
 _NUM_FRAMES = 40
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def training_stack(thread_id: int) -> str:
@@ -29,3 +35,18 @@ def training_stack(thread_id: int) -> str:
             break
         text = call + text
     return text
+
+
+def calling_line(what: str = "") -> SourceLocation | None:
+    """The innermost line of the user's program that the calling thread is in; None where all of it is libraries.
+
+    Args:
+        what: What stands there, e.g. `backward`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH_FOLDER, _OUR_FOLDER, "<")) and "site-packages" not in file:
+            return SourceLocation(file=file, line=max(frame.f_lineno, 1), what=what or frame.f_code.co_name)
+        frame = frame.f_back
+    return None

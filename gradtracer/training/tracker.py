@@ -137,6 +137,8 @@ class FlowTracker:
         self._pid = os.getpid()
         self._is_main_rank = _rank() == 0
         self._described_optimizers: tuple[Any, ...] = ()
+        self._seemed_missing: list[str] = []
+        self._missing: list[str] = []
         self._manifest: RunManifest | None = None
         self.run_id, self.directory = "", Path()
         if not self._is_main_rank:
@@ -159,7 +161,9 @@ class FlowTracker:
             audits=all_audits(),
             loss_fn=loss_fn,
         )
-        self._snapshots = SnapshotStore(self.directory / "snapshots", model, self._capture.optimizers)
+        self._snapshots = SnapshotStore(
+            self.directory / "snapshots", model, self._capture.optimizers, notify=self._put_notice
+        )
         self._controller = Controller(self.run_id, self._capture, self._recorder, self._snapshots)
         self._server = ControlServer(self._controller, self.directory) if serve else None
         if self._server is not None:
@@ -178,12 +182,9 @@ class FlowTracker:
         )
         write_manifest(self.directory, self._manifest)
         if is_compiled(model):
-            self._recorder.add_observation(
-                CaptureNotice(
-                    step=0,
-                    message="The model is compiled: activations are not read, since a forward hook would make it "
-                    "compile again. Gradients, weights and updates are.",
-                )
+            self._put_notice(
+                "The model is compiled: activations are not read, since a forward hook would make it compile again. "
+                "Gradients, weights and updates are."
             )
         self._describe_model(0)
         _OPEN[model] = self
@@ -328,6 +329,9 @@ class FlowTracker:
         self._capture.close()
         self._describe_optimizers(self._capture.last_step)
 
+    def _put_notice(self, message: str) -> None:
+        self._recorder.add_observation(CaptureNotice(step=max(self._capture.last_step, 0), message=message))
+
     def _on_step_end(self, step: int) -> None:
         if step == 0 or (step < 100 and len(self._capture.forward_order) > self._num_described):
             self._describe_model(step)
@@ -358,8 +362,10 @@ class FlowTracker:
     def _describe_optimizers(self, step: int) -> None:
         capture = self._capture
         missing = capture.unheld_with_gradient() if step >= min(_COVERAGE_STEPS) else []
-        if missing:
-            missing = _without_idle_optimizers(missing, capture)
+        if missing and missing != self._seemed_missing:
+            self._seemed_missing = missing
+            self._missing = _without_idle_optimizers(missing, capture)
+        missing = self._missing if missing else []
         described = tuple(
             (
                 type(o).__name__,

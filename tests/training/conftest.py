@@ -18,4 +18,4 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_error_of_our_own(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """A tracker that turned itself off would pass many a test; those that want it clear the log."""
     yield
-    assert "error of its own" not in caplog.text
+    assert "error of its own" not in caplog.text, caplog.text

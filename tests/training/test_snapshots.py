@@ -73,3 +73,27 @@ def test_files_are_private_and_the_oldest_asked_for_are_dropped(tmp_path: Path) 
     assert sorted(p.name for p in folder.iterdir()) == [f"step-{s}.pt" for s in range(3, 8)]
     assert {p.stat().st_mode & 0o777 for p in folder.iterdir()} == {0o600}
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_state_over_the_budget_is_saved_on_request_only_and_that_is_told_once(tmp_path: Path) -> None:
+    training = mlp()
+    told: list[str] = []
+    store = SnapshotStore(tmp_path, training.model, [training.optimizer], notify=told.append, periodic_bytes=1000)
+    for step in range(3):
+        training.run(1)
+        store.take_if_due(step, healthy=True)
+    assert store.list() == []
+    assert len(told) == 1
+    assert "No periodic snapshots" in told[0]
+    assert store.take(3, healthy=True) is not None
+    store.close()
+
+
+def test_a_periodic_snapshot_is_taken_of_a_healthy_run_and_not_of_an_unhealthy_one(tmp_path: Path) -> None:
+    training = mlp()
+    store = SnapshotStore(tmp_path, training.model, [training.optimizer])
+    store.take_if_due(0, healthy=False)
+    assert store.list() == []
+    store.take_if_due(1, healthy=True)
+    assert [(s.step, s.healthy) for s in store.list()] == [(1, True)]
+    store.close()

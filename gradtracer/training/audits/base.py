@@ -4,8 +4,9 @@ An audit sees what others don't: the loss's graph before backward frees it, the 
 state, the model on a probe. It puts what it finds on record in one of two forms: an `AuditFinding` (a fact, once per
 code and layer) or a number of a signal at this step, which detectors and causes read like any other.
 
-Audits run in the training thread, so they are bounded in time, change nothing (no random number drawn, no tensor
-written), and see sampled steps only, plus the first step at which a loss is not finite.
+Audits run in the training thread, so they are bounded in time and change nothing (no random number drawn, no tensor
+written). They see sampled steps only, plus the first step at which a loss is not finite; one that costs next to
+nothing may ask for every step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch.optim import Optimizer
 
 from gradtracer.records import AuditFinding, Measure, Severity, SourceLocation
 from gradtracer.registry import Registry
+from gradtracer.signals import INPUT_LAYER, LOSS_LAYER
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.layers import Layer
 
 AUDITS: Registry[type[Audit]]
 
-LOSS, INPUT = "(loss)", "(input)"
+LOSS, INPUT = LOSS_LAYER, INPUT_LAYER
 """Layer names under which signals of the loss and of the model's input are recorded."""
 
 
@@ -44,8 +46,16 @@ class AuditContext:
     loss_fn: Callable[..., Any] | None
     record: Callable[[str, str, Tensor | float], None]
     """``record(layer, signal, value)``: a scalar (on any device) under a signal of `gradtracer.signals`."""
+    sampled: bool = True
+    """Whether this step is sampled, so that what is recorded goes into its table."""
     silent: Mapping[int, str] = field(default_factory=dict[int, str])
     """By storage address of the output: modules in training mode that ran in this step while gradients were off."""
+    kwargs: Mapping[str, Any] | None = None
+    """Keyword arguments of the call, in `on_forward`; None where they are not known."""
+    waited_s: float | None = None
+    """Time from the end of the step before to the first layer that ran in this one; None where that was not seen."""
+    computed_s: float | None = None
+    """Time since then."""
 
 
 class Audit(ABC):
@@ -57,6 +67,9 @@ class Audit(ABC):
 
     code: ClassVar[str]
     """Name of the audit and of its file."""
+    every_step: ClassVar[bool] = False
+    """Whether `on_loss`, `on_backward`, `on_gradients` and `on_update` are called at every step: for what is cheap
+    (some tens of microseconds) and would be missed between samples."""
 
     def on_forward(
         self, context: AuditContext, name: str, module: nn.Module, inputs: Sequence[Any], output: Any
@@ -66,6 +79,10 @@ class Audit(ABC):
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """`backward` is about to run on a loss."""
+        return ()
+
+    def on_backward(self, context: AuditContext) -> Iterable[AuditFinding]:
+        """`backward` has returned: gradients stand as it left them, still scaled and not yet clipped."""
         return ()
 
     def on_gradients(self, context: AuditContext, optimizer: Optimizer) -> Iterable[AuditFinding]:
