@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -33,7 +34,12 @@ _SAME_VALUES = frozenset(
     for i in range(3)
 )  # fmt: skip
 """Operations that put out values of their input, in another order or shape."""
-_OURS, _TORCHS = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+_NOT_THE_USERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+    "<",
+)
 
 
 class LossGraph:
@@ -217,11 +223,11 @@ def saved(node: Any, name: str) -> Any:
 
 
 def user_frame() -> SourceLocation | None:
-    """The innermost line of the running program that is neither torch's nor ours."""
+    """The innermost line of the running program that is not ours, torch's or Python's own."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS, "<")):
+        if not file.startswith(_NOT_THE_USERS):
             return SourceLocation(file=file, line=max(1, frame.f_lineno), what=f"backward in {frame.f_code.co_name}")
         frame = frame.f_back
     return None
