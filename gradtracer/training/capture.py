@@ -250,10 +250,8 @@ class Capture:
         if looked_at or self._constant_audits:
             graph = LossGraph(loss, self.layer_of_parameter, self._module_of, unscaled)
             if first_non_finite:
-                owners = self._held_inputs.owner_in(graph)
-                self._report(
-                    nonfinite.birth_in_graph(graph, now.step, lambda node: owners.get(node) or graph.layer_at(node))
-                )
+                graph.owners = self._held_inputs.owners_in(graph)
+                self._report(nonfinite.birth_in_graph(graph, now.step))
             if looked_at:
                 self._held_inputs.learn(which, graph)
             with torch.no_grad():

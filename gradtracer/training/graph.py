@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -33,7 +34,12 @@ _SAME_VALUES = frozenset(
     for i in range(3)
 )  # fmt: skip
 """Operations that put out values of their input, in another order or shape."""
-_OURS, _TORCHS = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+_NOT_THE_USERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+    "<",
+)
 
 
 class LossGraph:
@@ -55,6 +61,8 @@ class LossGraph:
     ) -> None:
         self.loss, self._layer_of = loss, layer_of
         self.module_of: Mapping[Any, str] = module_of or {}
+        self.owners: Mapping[Any, str | None] = {}
+        """Modules that compute the nodes, where a graph like this was met before and its modules were seen."""
         self.unscaled = loss if unscaled is None else unscaled
 
     @cached_property
@@ -109,6 +117,8 @@ class LossGraph:
 
     def owner(self, node: Any) -> str | None:
         """The innermost module that was seen to compute the node; None in the loss expression or where unknown."""
+        if node in self.owners:
+            return self.owners[node]
         seen: set[Any] = set()
         waiting = deque([node])
         while waiting:
@@ -169,7 +179,12 @@ class LossGraph:
         return above
 
     def is_in_loss(self, node: Any) -> bool:
-        """Whether the node belongs to the loss expression: no parameter is used in it or between it and the loss."""
+        """Whether the node belongs to the loss expression.
+
+        No parameter is used in it or between it and the loss, and no module is known to compute it.
+        """
+        if self.owner(node) is not None:
+            return False
         return self.own_layer(node) is None and all(self.own_layer(other) is None for other in self.between(node))
 
 
@@ -214,11 +229,11 @@ def saved(node: Any, name: str) -> Any:
 
 
 def user_frame() -> SourceLocation | None:
-    """The innermost line of the running program that is neither torch's nor ours."""
+    """The innermost line of the running program that is not ours, torch's or Python's own."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS, "<")):
+        if not file.startswith(_NOT_THE_USERS):
             return SourceLocation(file=file, line=max(1, frame.f_lineno), what=f"backward in {frame.f_code.co_name}")
         frame = frame.f_back
     return None

@@ -151,7 +151,7 @@ class HeldInputs:
             self._held = []
             self._num_elements = 0
 
-    def owner_in(self, graph: LossGraph) -> dict[Any, str | None]:
+    def owners_in(self, graph: LossGraph) -> dict[Any, str | None]:
         """The modules that compute the nodes of a graph that was met before, by node."""
         names = tuple(n.name() for n in graph.nodes)
         for plan in self._plans.values():

@@ -7,7 +7,7 @@ data or a constant), it is a parameter, or it is the output of the node that mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from gradtracer.training.singular import OVERFLOW, VARIANCE, Singularity, singul
 _RESULTS = ("_saved_result", "_saved_output", "_saved_log", "_saved_grad")
 """What a node keeps of its own result; all else that it keeps came in."""
 _MASKS = ("_saved_attn_mask", "_saved_mask", "_saved_indices")
+_RESIDUALS = frozenset({"Pow", "Abs", "Mul", "MseLoss", "Sum", "Mean"})
 _LINEAR = frozenset({"Add", "Sub", "Rsub"})
 
 
@@ -33,22 +34,13 @@ class Birth:
     """Which operation failed and how, where that is known."""
 
 
-def origin_in_graph(
-    graph: LossGraph, step: int, layer_at: Callable[[Any], str | None] | None = None
-) -> NonFiniteOrigin:
-    """The first non-finite tensor of a loss's graph, in forward order; see `birth_in_graph`."""
-    return birth_in_graph(graph, step, layer_at).origin
-
-
-def birth_in_graph(graph: LossGraph, step: int, layer_at: Callable[[Any], str | None] | None = None) -> Birth:
+def birth_in_graph(graph: LossGraph, step: int) -> Birth:
     """Where the first non-finite number of a loss's graph was born, in forward order.
 
     Args:
         graph: The graph of a scalar that is not finite.
         step: The step it belongs to.
-        layer_at: Tells the module that a node belongs to; by default the last layer before it.
     """
-    layer_at = layer_at or graph.nearest_layer
     for parameter in graph.parameters():
         if count := count_non_finite(parameter):
             return Birth(
@@ -63,13 +55,13 @@ def birth_in_graph(graph: LossGraph, step: int, layer_at: Callable[[Any], str | 
         for node in graph.nodes:
             for kept, came_in in _kept(node):
                 if came_in and (count := counts(kept)):
-                    return _came_in(graph, step, node, kept, count, layer_at)
+                    return _came_in(graph, step, node, kept, count)
             found = singularity(node)
             if found is not None and found.in_result:
-                return born_at(graph, step, _as_variance(graph, found), layer_at(node))
+                return born_at(graph, step, _as_variance(graph, found), graph.layer_at(node))
             for kept, came_in in _kept(node):
                 if not came_in and (count := counts(kept)):
-                    return _made_by(graph, step, node, kept.numel(), count, layer_at)
+                    return _made_by(graph, step, node, kept.numel(), count)
     name = graph.root.name() if graph.root is not None else None
     origin = NonFiniteOrigin(
         step=step, where="loss", operation=name, num_non_finite=1, source=graph.called_from,
@@ -82,13 +74,17 @@ def _as_variance(graph: LossGraph, found: Singularity) -> Singularity:
     """The overflow of a predicted precision, exp(-log variance) times a squared residual, by its own name."""
     if found.fault != OVERFLOW or operation_of(found.node) != "Exp":
         return found
-    for consumer in graph.consumers.get(found.node, ()):
-        if operation_of(consumer) not in ("Mul", "Div"):
-            continue
-        others = [n for n, _ in consumer.next_functions if n is not None and n is not found.node]
-        if any(operation_of(n) in ("Pow", "Abs", "Mul", "MseLoss") for n in others):
-            detail = f"{found.detail} It weighs a residual: a predicted scale that has run away."
-            return replace(found, fault=VARIANCE, detail=detail)
+    node = found.node
+    for _ in range(3):  # factors of a half and the like may come between
+        for consumer in graph.consumers.get(node, ()):
+            others = [n for n, _ in consumer.next_functions if n is not None and n is not node]
+            if operation_of(consumer) in ("Mul", "Div") and any(operation_of(n) in _RESIDUALS for n in others):
+                detail = f"{found.detail} It weighs a residual: a predicted scale that has run away."
+                return replace(found, fault=VARIANCE, detail=detail)
+        above = graph.consumers.get(node, [])
+        if len(above) != 1 or operation_of(above[0]) not in ("Mul", "Neg", "Expand", "Squeeze", "Unsqueeze"):
+            break
+        node = above[0]
     return found
 
 
@@ -133,9 +129,7 @@ def _birth(step: int, where: Any, layer: str | None, found: Singularity, source:
     return Birth(origin, fault)
 
 
-def _came_in(
-    graph: LossGraph, step: int, node: Any, kept: Tensor, count: int, layer_at: Callable[[Any], str | None]
-) -> Birth:
+def _came_in(graph: LossGraph, step: int, node: Any, kept: Tensor, count: int) -> Birth:
     made_by = kept.grad_fn
     if made_by is not None and not (
         operation_of(made_by) in _LINEAR
@@ -144,8 +138,8 @@ def _came_in(
     ):
         found = singularity(made_by)
         if found is not None and found.in_result:
-            return born_at(graph, step, _as_variance(graph, found), layer_at(made_by))
-        return _made_by(graph, step, made_by, kept.numel(), count, layer_at)
+            return born_at(graph, step, _as_variance(graph, found), graph.layer_at(made_by))
+        return _made_by(graph, step, made_by, kept.numel(), count)
     if made_by is None:
         layer, what = graph.own_layer(node), f"{node.name()} received it"
     else:
@@ -159,11 +153,9 @@ def _came_in(
     return Birth(origin, None)
 
 
-def _made_by(
-    graph: LossGraph, step: int, node: Any, total: int, count: int, layer_at: Callable[[Any], str | None]
-) -> Birth:
+def _made_by(graph: LossGraph, step: int, node: Any, total: int, count: int) -> Birth:
     detail = f"{node.name()} put out {count} non-finite values of {total}."
-    return born_at(graph, step, Singularity(OVERFLOW, node, count, total, True, detail), layer_at(node))
+    return born_at(graph, step, Singularity(OVERFLOW, node, count, total, True, detail), graph.layer_at(node))
 
 
 def _kept(node: Any) -> Iterator[tuple[Tensor, bool]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradtracer.records import AuditFinding, Measure, Severity, clean_name
 from gradtracer.training.audits.base import AUDITS, Audit, AuditContext, finding
@@ -70,10 +71,9 @@ class UnregisteredParameters(Audit):
             return
         self._done = True
         places: dict[tuple[str, str], list[str]] = {}
-        for key, (owner, attribute, type_name) in _places(context.model, set(still)).items():
+        for owner, attribute, type_name in _places(context.model, set(still)).values():
             places.setdefault((owner, attribute), []).append(type_name)
-            del key
-        if not places or _held_elsewhere(context, set(still)):
+        if not places or _held_elsewhere(set(still)):
             return
         modules = dict(context.model.named_modules())
         for (owner, attribute), types in places.items():
@@ -88,15 +88,13 @@ class UnregisteredParameters(Audit):
             )  # fmt: skip
 
 
-def _held_elsewhere(context: AuditContext, wanted: set[int]) -> bool:
+def _held_elsewhere(wanted: set[int]) -> bool:
     """Whether an optimizer that holds nothing of the model holds them; asked once a run."""
-    from torch.optim import Optimizer
-
-    del context
+    # By type and not by isinstance, which asks every object of the process for its class and wakes deprecated ones.
     return any(
         id(p) in wanted
         for thing in gc.get_objects()
-        if isinstance(thing, Optimizer)
+        if issubclass(type(thing), Optimizer)
         for group in thing.param_groups
         for p in group["params"]
     )
