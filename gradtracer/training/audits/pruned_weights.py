@@ -13,7 +13,7 @@ from gradtracer.records import AuditFinding, Measure
 from gradtracer.training.audits._sampling import THIN, Later, spread, thin
 from gradtracer.training.audits.base import AUDITS, Audit, AuditContext, finding
 
-_NUM_WEIGHTS = 64
+_NUM_WEIGHTS = 32
 
 
 @dataclass

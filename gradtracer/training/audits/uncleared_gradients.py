@@ -15,7 +15,7 @@ from gradtracer.training.audits.base import AUDITS, Audit, AuditContext, finding
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.stack import calling_line
 
-_NUM_PARAMETERS = 8
+_NUM_PARAMETERS = 3
 
 
 @dataclass
