@@ -31,8 +31,8 @@ class FrozenLayers(Audit):
         Over 8 sampled steps: a layer with a weight of two axes or more ran, none of its parameters ever required a
         gradient, others of the model do, and no frozen layer looks learnt (`gradtracer.training.spectrum`: largest
         singular value above 1.1 of a random matrix's). Frozen layers that all have a trained one of the same class and
-        shape are the copy of a network (a target or teacher), and do not count. A layer between trained ones has an input with a history, and
-        a trained layer behind it.
+        shape are the copy of a network (a target or teacher), and do not count. A layer between trained ones has an
+        input with a history, and a trained layer behind it.
 
     Thresholds:
         A frozen layer before the first trained one is a random feature map and may be meant: `info`, and
