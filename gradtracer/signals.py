@@ -57,14 +57,21 @@ _ALL = (
     Signal("attention_saturation", "layer", "", "Share of attention rows with less than a tenth of that entropy."),
     Signal("attention_logit_std", "layer", "", "Standard deviation of the attention's logits over the keys, a mean."),
     Signal("attention_key_share", "layer", "", "Share of attention rows that look most at the most looked-at key."),
-    Signal("row_spread", "layer", "", "Variance between output rows over their mean square; 0 where all are one."),
-    Signal("row_variance", "layer", "", "Variance between output rows, mean over features."),
+    Signal(
+        "row_spread", "layer", "", "One minus the mean cosine over pairs of output rows; 0 where all point one way."
+    ),
     Signal(
         "latent_information", "layer", "nats", "What a sampled latent can carry: sum of ln(1 + Var mu / sigma^2) / 2."
     ),
     Signal("latent_kl", "layer", "nats", "Divergence of a sampled latent from the standard normal law, per example."),
     Signal("codebook_perplexity", "layer", "codes", "Perplexity of the codes that a batch's vectors are nearest to."),
     Signal("codebook_usage", "layer", "", "That perplexity over the number of codes that the batch could use."),
+    Signal("starved_expert_fraction", "layer", "", "Share of a router's experts without gradient in the last samples."),
+    Signal("routing_top_share", "layer", "", "Share of rows for which a router prefers its most preferred expert."),
+    Signal("unseen_row_fraction", "layer", "", "Share of an embedding's rows that no sampled batch has looked up."),
+    Signal("silent_row_fraction", "layer", "", "Of rows looked up in 10 samples: share that never had a gradient."),
+    Signal("row_update_ratio", "layer", "", "||update|| / ||row|| of the rows of an embedding that a batch looks up."),
+    Signal("rare_row_gradient", "layer", "", "Gradient a look-up of rarely drawn rows over that of the most drawn."),
     Signal("num_non_finite_activation", "layer", "elements", "Non-finite elements in the output."),
     Signal("decay_per_step", "layer", "1/step", "Share of the weights that weight decay takes away at this step."),
     Signal("decay_over_gradient", "layer", "", "||weight_decay w|| / ||g|| where decay is added to the gradient."),

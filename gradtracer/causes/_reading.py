@@ -13,6 +13,7 @@ from gradtracer.records import (
     FixSuggestion,
     LayerInfo,
     Measure,
+    OptimizerDescription,
     ParameterScalar,
     ParameterValue,
     SemanticEvent,
@@ -151,7 +152,32 @@ def outdone_by_the_program(series: Series, began: float) -> list[Evidence]:
     """
     found = [f for f in series.audit(*_FAULTS_OF_THE_PROGRAM) if f.step <= began + 1]
     worst = min(found, key=lambda f: _FAULTS_OF_THE_PROGRAM[f.code], default=None)
-    return [evidence(worst.detail, _FAULTS_OF_THE_PROGRAM[worst.code], measures=worst.measures)] if worst else []
+    if worst is not None:
+        return [evidence(worst.detail, _FAULTS_OF_THE_PROGRAM[worst.code], measures=worst.measures)]
+    multiplied = next(iter(series.audit("loss_multiplied")), None)
+    rates = series.run("learning_rate")
+    rates = rates[np.isfinite(rates)]
+    if multiplied is None or not len(rates) or rates.max() > USUAL_RATE or _scale_does_not_matter(series):
+        return []
+    statement = f"{multiplied.detail} At a rate of {rates[0]:.3g} it is this factor that makes steps too large."
+    return [evidence(statement, -4.0, measures=multiplied.measures)]
+
+
+USUAL_RATE = 0.1
+"""Plain gradient descent on a mean loss is seldom meant to go faster."""
+
+
+def _scale_does_not_matter(series: Series) -> bool:
+    optimizer = series.last_observation(OptimizerDescription)
+    return optimizer is None or ignores_scale(optimizer.type)
+
+
+def ignores_scale(optimizer: str) -> bool:
+    """Whether updates of this class of optimizer do not depend on the scale of the gradient."""
+    return any(word in optimizer for word in _SCALE_FREE)
+
+
+_SCALE_FREE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "Lion", "Rprop", "LAMB", "LARS", "Adafactor")
 
 
 def source_of(series: Series, layer: str | None) -> SourceLocation | None:

@@ -35,10 +35,12 @@ class LearningRateTooHigh(Cause):
     Definition:
         Evidence, with its log-likelihood ratio in nats:
         an update overshot (update_ratio_too_high): +3; before any other symptom: +1; the loss diverged: +1.5; it rose
-        and stayed up (loss_spike): +1; the rate rose fivefold beyond all it had been, within 10 steps before: +3; the
+        and stayed up (loss_spike): +1; the first updates threw the model off
+        (unsettled_start): +2; the rate rose fivefold beyond all it had been, within 10 steps before: +3; the
         gradient was in proportion to weights and loss then: +1, or it was not (exploding_gradient came first): -3; the
         batch held non-finite values first: -6; the rate has gone back since: -5; the program
-        itself makes steps too large (gradients never cleared or not averaged, weights drawn too large): -4 to -6.
+        itself makes steps too large (gradients never cleared or not averaged, weights drawn too large, a loss
+        multiplied by a large factor at a usual rate): -4 to -6.
         Onset: the step of the jump of the rate, else that of the first symptom.
 
     Thresholds:
@@ -67,7 +69,8 @@ class LearningRateTooHigh(Cause):
         overshoots = warnings_of(series, "update_ratio_too_high")
         diverged = warnings_of(series, "divergence")
         shifted = warnings_of(series, "loss_spike")
-        symptoms = [*overshoots, *diverged, *shifted]
+        thrown = warnings_of(series, "unsettled_start")
+        symptoms = [*overshoots, *diverged, *shifted, *thrown]
         if not symptoms:
             return None
         began = first_step(symptoms)
@@ -78,8 +81,10 @@ class LearningRateTooHigh(Cause):
             found.append(evidence(overshoots[0].message, 3.0, events=overshoots))
             if overshoots[0].step <= first_step(warnings_of(series)):
                 found.append(evidence("No other symptom came before the overshooting update.", 1.0))
-        else:
+        elif not thrown:
             found.append(evidence("No sampled update overshot.", -1.0))
+        if thrown:
+            found.append(evidence(thrown[0].message, 2.0, events=thrown))
         if diverged:
             found.append(evidence(diverged[0].message, 1.5, events=diverged))
         if shifted:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import math
 
-from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, rounded, warnings_of
+from gradtracer.causes._reading import (
+    USUAL_RATE,
+    event_ids,
+    evidence,
+    fix,
+    ignores_scale,
+    last_rate,
+    rounded,
+    warnings_of,
+)
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.detectors.loss_off_scale import ignores_scale
 from gradtracer.records import AuditFinding, Evidence, FixSuggestion, OptimizerDescription
 from gradtracer.series import Series
 
@@ -42,8 +50,6 @@ class LossScale(Cause):
     code = "loss_scale"
     title = "The loss has the wrong scale"
     prior = 0.02
-
-    USUAL_RATE = 0.1
 
     def consider(self, series: Series) -> Case | None:
         """Weigh constants in the loss, and what they did."""
@@ -86,7 +92,7 @@ class LossScale(Cause):
         rates = series.run("learning_rate")
         rates = rates[~(rates != rates)]
         if len(rates):
-            usual = bool(rates[0] <= self.USUAL_RATE)
+            usual = bool(rates[0] <= USUAL_RATE)
             found.append(evidence(f"The learning rate is {rates[0]:.3g}.", 1.0 if usual else -3.0))
             if rates.max() >= 5 * rates[0]:
                 found.append(evidence("The learning rate rose in the run.", -4.0))

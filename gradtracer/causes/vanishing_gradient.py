@@ -27,7 +27,8 @@ class VanishingGradientCause(Cause):
         Evidence, with its log-likelihood ratio in nats: layers faded (vanishing_gradient): +5; the activations between
         them saturate by their type (sigmoid, tanh): +1.5, or there are none of these: -0.5; more than half of their
         outputs are within 1 % of a bound: +1; the loss has lost less than a tenth of its first value: +1, or it fell by
-        more than half: -1.5; rectifiers died: -3.
+        more than half: -1.5; rectifiers died: -3; it began after step 10, and the first updates had thrown the model
+        off (unsettled_start): -5.
         Root: of the layers that faded first, the one that receives least, which is the one nearest to the input: no
         single layer makes the fade, and this one's weights stand still longest. Affected: the others in the order from
         there to the output.
@@ -47,6 +48,8 @@ class VanishingGradientCause(Cause):
     code = "vanishing_gradient"
     title = "The gradient vanishes with depth"
     prior = 0.06
+
+    FIRST_STEPS = 10
 
     def consider(self, series: Series) -> Case | None:
         """Weigh layers that the gradient does not reach."""
@@ -68,6 +71,9 @@ class VanishingGradientCause(Cause):
             found.append(evidence("The model has no module of a saturating activation.", -0.5))
         found.extend(self._saturation(series))
         found.extend(self._progress(series))
+        thrown = warnings_of(series, "unsettled_start")
+        if thrown and began >= self.FIRST_STEPS:
+            found.append(evidence(thrown[0].message, -5.0, events=thrown))
         if dead := warnings_of(series, "dead_units"):
             found.append(evidence(dead[0].message, -3.0, events=dead))
         kind = f"the {saturating[0]} activations" if saturating else "the layers"

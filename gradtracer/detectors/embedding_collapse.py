@@ -24,15 +24,15 @@ class EmbeddingCollapseDetector(Detector):
         about its input. The gradient, a difference of rows, goes with it, so the run does not come back.
 
     Definition:
-        row_spread (variance between rows over their mean square, no unit) below 1e-3 and below a twentieth of its
-        largest value so far, for 20 steps and 3 samples at least. `warning` where the loss compares rows, or where the
-        loss's own targets fell likewise; `info` for other losses.
+        row_spread (1 minus the mean cosine over pairs of rows, no unit) below 5e-3 and below a thirtieth of its largest
+        value so far, for 20 steps and 3 samples at least. `warning` where the loss compares rows, or where the loss's
+        own targets fell likewise; `info` for other losses.
 
     Thresholds:
-        1e-3 is a mean cosine of 0.999 between any two examples. Healthy metric learning contracts at first, to about
-        0.006 on the runs tried, before it spreads; a twentieth keeps networks out whose outputs are alike from the
-        start, as those of deep ones are. A classifier with one logit vector for all examples, or a head that predicts
-        the same scale for all, collapses nothing that a loss compares, hence `info`.
+        5e-3 is a mean cosine of 0.995 between any two examples. Healthy metric learning may contract before it spreads,
+        to a fifth on the runs tried; a thirtieth keeps networks out whose outputs are alike from the start, as those of
+        deep ones are. A classifier with one logit vector for all examples, or a head that predicts the same scale for
+        all, collapses nothing that a loss compares, hence `info`.
 
     Fixes:
         In the source: normalise the embedding, semi-hard instead of hardest negatives, a stop-gradient and predictor, a
@@ -47,7 +47,7 @@ class EmbeddingCollapseDetector(Detector):
     signal = "row_spread"
     enter_after = 1
 
-    COLLAPSED, FALL = 1e-3, 20.0
+    COLLAPSED, FALL = 5e-3, 30.0
     MIN_STEPS, MIN_SAMPLES = 20, 3
 
     def __init__(self) -> None:
@@ -91,6 +91,6 @@ class EmbeddingCollapseDetector(Detector):
                 Measure(name="row_spread", value=spread, baseline=largest, threshold=self.COLLAPSED),
                 Measure(name="first_step", value=float(began), unit="step"),
             ),
-            message=f"From step {began} on {layer} puts out nearly the same for all examples: the variance between "
-            f"rows is {spread:.2g} of their mean square; it was {largest:.2g}.",
+            message=f"From step {began} on {layer} puts out nearly the same for all examples: the mean cosine "
+            f"of two of them is 1 - {spread:.2g}; it was 1 - {largest:.2g}.",
         )

@@ -22,8 +22,8 @@ class PosteriorCollapseDetector(Detector):
         reconstruction is gone, the one from the divergence is at rest.
 
     Definition:
-        latent_kl below 0.05 nats, latent_information below 0.02 nats and below a fifth of its largest value so far, for
-        60 steps and 3 samples at least.
+        latent_kl below 0.05, latent_information below 0.02 and below a fifth of its largest value so far, for 60 steps
+        and 3 samples at least. The unit of both is the nat, natural logarithm.
 
     Thresholds:
         A latent that tells two equally likely classes apart carries ln 2 = 0.69 nats; 0.02 is 3 % of that. A

@@ -163,6 +163,6 @@ class RateSchedule(Detector):
                 ),
                 message=f"The schedule took the learning rate from {self._largest:.3g} to {rate:.3g}; it has been "
                 f"below a hundredth since step {self._gone_since}, and the loss was still falling.",
-                since=self._largest_rate_at,
+                since=self._largest_rate_at + 1,
             )
         ]

@@ -28,7 +28,7 @@ _SAME_VALUES = frozenset(
     for name in (
         "View", "UnsafeView", "ReshapeAlias", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute", "Clone",
         "ToCopy", "Alias", "Select", "Slice", "Index", "IndexSelect", "Gather", "Narrow", "Split", "SplitWithSizes",
-        "Unbind", "Movedim", "Contiguous", "Cat", "Stack",
+        "Unbind", "Movedim", "Contiguous", "Cat", "Stack", "Expand",
     )
     for i in range(3)
 )  # fmt: skip
@@ -200,10 +200,16 @@ def producer_of(node: Any) -> Any:
 
 
 def saved(node: Any, name: str) -> Any:
-    """What the node keeps under `_saved_NAME`; None where it keeps nothing there or has been freed."""
+    """What the node keeps under `_saved_NAME`; None where it keeps nothing there, or reading it has effects.
+
+    Under gradient checkpointing (`torch.utils.checkpoint`, not reentrant) and other saved-tensor hooks, reading a kept
+    tensor runs the user's forward pass again, which moves the running statistics of batch norms among other things.
+    """
     try:
+        if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
+            return None
         return getattr(node, f"_saved_{name}", None)
-    except RuntimeError:
+    except RuntimeError:  # freed, or changed in place since
         return None
 
 
@@ -238,14 +244,11 @@ def saved_tensors(node: Any, prefix: str = "_saved_") -> Iterator[Tensor]:
     """Tensors that the node keeps for backward, under attributes that begin with `prefix`."""
     for attribute in dir(node):
         if prefix and attribute.startswith(prefix):
-            try:
-                saved = getattr(node, attribute)
-            except RuntimeError:  # freed, or changed in place since: nothing to read there
-                continue
-            if isinstance(saved, Tensor):
-                yield saved
-            elif isinstance(saved, (tuple, list)):
-                yield from (s for s in saved if isinstance(s, Tensor))
+            kept = saved(node, attribute.removeprefix("_saved_"))
+            if isinstance(kept, Tensor):
+                yield kept
+            elif isinstance(kept, (tuple, list)):
+                yield from (s for s in kept if isinstance(s, Tensor))
 
 
 def count_non_finite(tensor: Tensor) -> int:

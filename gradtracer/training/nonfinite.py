@@ -8,7 +8,7 @@ data or a constant), it is a parameter, or it is the output of the node that mad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradtracer.records import AuditFinding, Measure, NonFiniteOrigin, Severity, SourceLocation
 from gradtracer.training.graph import LossGraph, count_non_finite, operation_of, saved_tensors
-from gradtracer.training.singular import OVERFLOW, Singularity, singularity
+from gradtracer.training.singular import OVERFLOW, VARIANCE, Singularity, singularity
 
 _RESULTS = ("_saved_result", "_saved_output", "_saved_log", "_saved_grad")
 """What a node keeps of its own result; all else that it keeps came in."""
@@ -66,7 +66,7 @@ def birth_in_graph(graph: LossGraph, step: int, layer_at: Callable[[Any], str | 
                     return _came_in(graph, step, node, kept, count, layer_at)
             found = singularity(node)
             if found is not None and found.in_result:
-                return born_at(graph, step, found, layer_at(node))
+                return born_at(graph, step, _as_variance(graph, found), layer_at(node))
             for kept, came_in in _kept(node):
                 if not came_in and (count := counts(kept)):
                     return _made_by(graph, step, node, kept.numel(), count, layer_at)
@@ -76,6 +76,20 @@ def birth_in_graph(graph: LossGraph, step: int, layer_at: Callable[[Any], str | 
         detail="The last operation of the loss made it.",
     )  # fmt: skip
     return Birth(origin, None)
+
+
+def _as_variance(graph: LossGraph, found: Singularity) -> Singularity:
+    """The overflow of a predicted precision, exp(-log variance) times a squared residual, by its own name."""
+    if found.fault != OVERFLOW or operation_of(found.node) != "Exp":
+        return found
+    for consumer in graph.consumers.get(found.node, ()):
+        if operation_of(consumer) not in ("Mul", "Div"):
+            continue
+        others = [n for n, _ in consumer.next_functions if n is not None and n is not found.node]
+        if any(operation_of(n) in ("Pow", "Abs", "Mul", "MseLoss") for n in others):
+            detail = f"{found.detail} It weighs a residual: a predicted scale that has run away."
+            return replace(found, fault=VARIANCE, detail=detail)
+    return found
 
 
 def born_at(graph: LossGraph, step: int, found: Singularity, layer: str | None) -> Birth:
@@ -130,7 +144,7 @@ def _came_in(
     ):
         found = singularity(made_by)
         if found is not None and found.in_result:
-            return born_at(graph, step, found, layer_at(made_by))
+            return born_at(graph, step, _as_variance(graph, found), layer_at(made_by))
         return _made_by(graph, step, made_by, kept.numel(), count, layer_at)
     if made_by is None:
         layer, what = graph.own_layer(node), f"{node.name()} received it"

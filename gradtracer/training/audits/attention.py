@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradtracer.records import AuditFinding, Measure
 from gradtracer.training.audits._reading import RESHAPING, below_reshaping, children, dim_of, facing, owner_of
 from gradtracer.training.audits.base import AUDITS, Audit, AuditContext, finding
-from gradtracer.training.graph import LossGraph
+from gradtracer.training.graph import LossGraph, saved
 from gradtracer.training.layers import source_of
 
 _SOFTMAX = ("SoftmaxBackward0", "SafeSoftmaxBackward0")
@@ -225,13 +225,10 @@ def _plain(context: AuditContext, graph: LossGraph, softmax: Any) -> _Attention 
     layers = facing(graph, inputs)
     if not layers:
         return None
-    try:
-        weights = softmax._saved_result
-        if product.name() == "BaddbmmBackward0":
-            left, right = product._saved_batch1, product._saved_batch2
-        else:
-            left, right = product._saved_self, product._saved_mat2
-    except RuntimeError:  # freed by an earlier backward over the same graph
+    weights = saved(softmax, "result")
+    names = ("batch1", "batch2") if product.name() == "BaddbmmBackward0" else ("self", "mat2")
+    left, right = (saved(product, name) for name in names)
+    if weights is None:
         return None
     weights = weights.movedim(dim_of(softmax), -1)
     if weights.dim() < 2:
@@ -275,12 +272,9 @@ def _constant(node: Any) -> float:
     """The number that a node multiplies with; 1 where it is none."""
     if node.name() not in ("MulBackward0", "DivBackward0"):
         return 1.0
-    try:
-        other = node._saved_other
-        if other is None and node.name() == "MulBackward0":
-            other = node._saved_self
-    except RuntimeError:
-        return 1.0
+    other = saved(node, "other")
+    if other is None and node.name() == "MulBackward0":
+        other = saved(node, "self")
     if not isinstance(other, Tensor) or other.numel() != 1 or other.requires_grad or other.device.type != "cpu":
         return 1.0
     value = abs(float(other))
@@ -291,9 +285,8 @@ def _constant(node: Any) -> float:
 
 def _fused(context: AuditContext, graph: LossGraph, node: Any) -> _Attention | None:
     """Attention in one fused node, its weights computed anew for some queries."""
-    try:
-        query, key = node._saved_query, node._saved_key
-    except (AttributeError, RuntimeError):
+    query, key = saved(node, "query"), saved(node, "key")
+    if query is None or key is None:
         return None
     inputs: Sequence[Any] = [n for n, _ in node.next_functions[:2] if n is not None]
     layers = facing(graph, inputs)
@@ -310,9 +303,9 @@ def _fused(context: AuditContext, graph: LossGraph, node: Any) -> _Attention | N
     if key.shape[1] != query.shape[1]:  # grouped queries share a key head
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = query @ key.transpose(-2, -1) * scale
-    mask = getattr(node, "_saved_attn_mask", None)
+    mask = saved(node, "attn_mask")
     if mask is None:
-        mask = getattr(node, "_saved_attn_bias", None)
+        mask = saved(node, "attn_bias")
     if isinstance(mask, Tensor):
         mask = mask.expand(*mask.shape[:-2], num_queries, num_keys) if mask.dim() >= 2 else mask
         mask = mask[..., picked, :] if mask.dim() >= 2 else mask

@@ -69,6 +69,7 @@ class BackwardCalls(Audit):
 
     def __init__(self) -> None:
         self._window = _Window()
+        self._inside_step = False
         self._steppers: set[int] = set()
         self._last_count = 0
         self._first_update = 0
@@ -79,6 +80,8 @@ class BackwardCalls(Audit):
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """A backward call of the window."""
+        if self._inside_step:
+            return ()  # of a closure
         window = self._window
         if window.chains and window.probe is not None and not has_dense_gradient(window.probe):
             window.num_thrown_away += 1
@@ -91,6 +94,8 @@ class BackwardCalls(Audit):
 
     def on_backward(self, context: AuditContext) -> Iterable[AuditFinding]:
         """Keep the gradient as backward left it."""
+        if self._inside_step:
+            return ()
         window = self._window
         if window.probe is None and context.optimizers:
             held = [p for o in context.optimizers for p in parameters_of(o) if has_dense_gradient(p)]
@@ -102,6 +107,7 @@ class BackwardCalls(Audit):
 
     def on_gradients(self, context: AuditContext, optimizer: Optimizer) -> Iterable[AuditFinding]:
         """The window is over."""
+        self._inside_step = True
         self._steppers.add(id(optimizer))
         window, self._window = self._window, _Window()
         count = len(window.chains)
@@ -119,6 +125,11 @@ class BackwardCalls(Audit):
             self._put(window, count)
         for (_, calls, factor, source), ratio in self._ratios.take():
             yield from self._judge(context, calls, factor * min(float(ratio), 1.0), source)
+
+    def on_update(self, context: AuditContext, optimizer: Optimizer) -> Iterable[AuditFinding]:
+        """The next window begins."""
+        self._inside_step = False
+        return ()
 
     def _put(self, window: _Window, count: int) -> None:
         factor = sum(window.factors) / count

@@ -26,9 +26,10 @@ class DecayTerm(Audit):
         Where decay beats the gradient the weights shrink whatever the data say.
 
     Definition:
-        With decay w_d and rate eta, for the parameters that have a decay: signal decay_per_step = ``eta w_d`` (share of
-        the weights a step, for decoupled decay and for plain gradient descent), signal decay_over_gradient =
-        ``w_d ||w|| / ||g||`` where decay is added to the gradient. No units. Nothing is found by this audit alone; the
+        With decay w_d and rate eta, for the parameters that have a decay: signal decay_per_step =
+        ``eta w_d / (1 - mu)`` (share of the weights a step, with momentum mu; for decoupled decay and for plain
+        gradient descent), signal decay_over_gradient = ``w_d ||w|| / ||g||`` where decay is added to the
+        gradient. No units. Nothing is found by this audit alone; the
         rule weights_decay_away reads the signals.
 
     Thresholds:
@@ -59,7 +60,8 @@ class DecayTerm(Audit):
                     by_layer.setdefault(layer, []).append(p)
                     rates[layer] = decay
                     if not adaptive:
-                        context.record(layer, "decay_per_step", decay * float(group["lr"]))
+                        kept = 0.0 if decoupled else min(float(group.get("momentum") or 0.0), 0.999)
+                        context.record(layer, "decay_per_step", decay * float(group["lr"]) / (1.0 - kept))
         if decoupled:
             return ()
         for layer, parameters in by_layer.items():

@@ -121,8 +121,8 @@ class HalfOverflow(Audit):
                 yield finding(
                     context,
                     "half_precision_overflow",
-                    f"A float16 matrix product behind {layers[over]} reaches {shares[over] * _MAX_HALF:.3g} at step "
-                    f"{step}; the range of float16 ends at 65504.",
+                    f"A product of float16 matrices behind {layers[over]} reaches {shares[over] * _MAX_HALF:.3g} at "
+                    f"step {step}; the range of float16 ends at 65504.",
                     layer=layers[over],
                     measures=[Measure(name="largest", value=shares[over] * _MAX_HALF, threshold=_MAX_HALF)],
                 ).model_copy(update={"step": step})

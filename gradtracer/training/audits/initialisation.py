@@ -22,7 +22,7 @@ _ROWS_OF_GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 _SAMPLE = 16_384
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Weight:
     layer: str
     parameter: nn.Parameter
@@ -64,11 +64,12 @@ class Initialisation(Audit):
         output varies over the batch by less than 1e-3 of its input.
         units_identical (`warning`): all rows (units) of a weight are equal to the bit, of a recurrent one all rows of a
         gate, before the first of the sampled updates and still after 12 of them, with a gradient and a rate above 0.
-        Layer: the first in forward order.
+        Layer: the first in forward order, for weights_too_large the first with g >= 1.5.
 
     Thresholds:
         The usual schemes lie between g = 0.4 (PyTorch's default) and 1 (He), or 0.1 (a deviation of 0.02 in a small
-        transformer): 3 is three times the largest of these, 0.03 a third of the smallest. Orthogonal and identity
+        transformer): 3 is three times the largest of these, 0.03 a third of the smallest; 1.5
+        is beyond all of them, and one scheme for all layers gives small layers a small g. Orthogonal and identity
         recurrent matrices have s = 1, a rectified one may have 1.4. Scales alone decide nothing, because a
         normalisation undoes them. A last layer that begins at zero has different rows after one update, and what lies
         behind it after two; 12 sampled updates are some 30 steps.
@@ -85,6 +86,7 @@ class Initialisation(Audit):
 
     LARGE, SMALL = 3.0, 0.03
     LARGE_RECURRENT = 1.5
+    ABOVE_USUAL = 1.5
     ABOVE_GUESSING = 3.0
     ABOVE_TARGET = 10.0
     LARGE_INPUT = 10.0
@@ -125,8 +127,9 @@ class Initialisation(Audit):
         fed = next((float(f.fed) for f in flows.values() if not math.isnan(float(f.fed))), math.nan)
         large = [w for w in weights if w.gain >= (self._recurrent_gain if w.recurrent else self.LARGE)]
         if large and not fed > self.LARGE_INPUT:
+            wide = [w for w in weights if w.gain >= self.ABOVE_USUAL or any(w is other for other in large)]
             for statement, measure in (*self._first_loss(graph), *self._saturation(flows)):
-                yield self._off(context, "weights_too_large", large[0], large, statement, measure)
+                yield self._off(context, "weights_too_large", wide[0], wide, statement, measure)
                 return
         small = [w for w in weights if 0 < w.gain <= self.SMALL]
         if len({w.layer for w in small}) >= 2 and fed > 0:

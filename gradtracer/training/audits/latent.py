@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from gradtracer.records import AuditFinding
 from gradtracer.training.audits._reading import below_reshaping, children, facing, first_tensor
 from gradtracer.training.audits.base import AUDITS, Audit, AuditContext
-from gradtracer.training.graph import LossGraph
+from gradtracer.training.graph import LossGraph, saved
 
-_TAKES_WHOLE = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input"}
+_TAKES_WHOLE = {"AddmmBackward0": "mat1", "MmBackward0": "self", "ConvolutionBackward0": "input"}
+_FLOORS = ("AddBackward0", "ClampBackward0", "ClampMinBackward0")
 _MAX_ROWS = 1_024
 
 
@@ -87,7 +88,7 @@ class LatentAudit(Audit):
             kept = _TAKES_WHOLE.get(node.name())
             if kept is None or not any(below_reshaping(child) is addition for child in children(node)):
                 continue
-            value = getattr(node, kept)
+            value = saved(node, kept)
             if isinstance(value, Tensor) and value.numel() == noise.numel():
                 return value.detach().reshape(noise.shape) - sigma * noise
         output = self._outputs.get(layers[0]) if len(layers) == 1 else None
@@ -137,8 +138,11 @@ def _sampled(graph: LossGraph) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
             product = below_reshaping(side)
             if product.name() != "MulBackward0" or len(list(children(product))) != 1:
                 continue
-            noise = product._saved_other if product._saved_other is not None else product._saved_self
-            scale = below_reshaping(next(children(product)))
+            noise = saved(product, "other")
+            if noise is None:
+                noise = saved(product, "self")
+            # A floor under the scale (an addition of a constant, a clamp) is passed over.
+            scale = below_reshaping(next(children(product)), _FLOORS)
             sigma = _sigma(scale)
             if (
                 noise is not None
@@ -154,9 +158,10 @@ def _sampled(graph: LossGraph) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
 
 def _sigma(node: Any) -> Tensor | None:
     """The result of a node that makes a number positive; None for other nodes."""
-    name = node.name()
-    if name in ("ExpBackward0", "SqrtBackward0", "SigmoidBackward0"):
-        return node._saved_result.detach()
-    if name == "SoftplusBackward0":
-        return F.softplus(node._saved_self.detach(), node._saved_beta, node._saved_threshold)
-    return None
+    if node.name() in ("ExpBackward0", "SqrtBackward0", "SigmoidBackward0"):
+        result = saved(node, "result")
+        return None if result is None else result.detach()
+    given = saved(node, "self") if node.name() == "SoftplusBackward0" else None
+    if given is None:
+        return None
+    return F.softplus(given.detach(), node._saved_beta, node._saved_threshold)

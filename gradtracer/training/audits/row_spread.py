@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradtracer.records import AuditFinding, Severity
 from gradtracer.training.audits._reading import RESHAPING, children, facing, first_tensor
 from gradtracer.training.audits.base import AUDITS, LOSS, Audit, AuditContext, finding
-from gradtracer.training.graph import LossGraph
+from gradtracer.training.graph import LossGraph, saved
 
 _MAX_ROWS, _MAX_FEATURES = 256, 512
 _MIN_ROWS = 8
@@ -25,8 +25,8 @@ _PICKING = (
 _LAYERS = ("Addmm", "Mm", "Convolution", "Native", "Embedding", "Linear", "Cudnn", "IndexSelect", "Index")
 _NORMALISING = frozenset({"DivBackward0", "ClampMinBackward0", "MeanBackward1", "IndexBackward0", "SelectBackward0"})
 _TARGETS = {
-    "MulBackward0": "_saved_other", "MseLossBackward0": "_saved_target", "SmoothL1LossBackward0": "_saved_target",
-    "HuberLossBackward0": "_saved_target", "SoftMarginLossBackward0": "_saved_target",
+    "MulBackward0": "other", "MseLossBackward0": "target", "SmoothL1LossBackward0": "target",
+    "HuberLossBackward0": "target", "SoftMarginLossBackward0": "target",
 }  # fmt: skip
 
 
@@ -43,9 +43,9 @@ class RowSpreadAudit(Audit):
         nothing was learned.
 
     Definition:
-        For rows x (examples; positions of a sequence), at most 256 evenly spaced: ``sum Var(x) / mean |x|^2``
-        (row_spread, no unit; 1 minus it is the mean cosine of rows of one length) and the mean over features of Var(x)
-        (row_variance). Layers that face the loss are those met first on the way from the loss into its graph.
+        For rows x (examples; positions of a sequence), at most 256 evenly spaced: ``1 - |mean(x / |x|)|^2``
+        (row_spread, no unit), which is 1 minus the mean cosine over all pairs, a row with itself included. Layers that
+        face the loss are those met first on the way from the loss into its graph.
         `loss_compares_rows` (info) says that a difference, a product, a distance or a maximum in the loss has both
         sides from one layer, by separate calls or by picked rows; or from two layers as they are or normalised; or is a
         matrix product of outputs. For losses whose targets are a network's own outputs without gradient, the least
@@ -65,7 +65,7 @@ class RowSpreadAudit(Audit):
 
     def __init__(self) -> None:
         self._facing: set[str] = set()
-        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
+        self._seen: dict[str, Tensor] = {}
 
     def on_forward(
         self, context: AuditContext, name: str, module: nn.Module, inputs: Sequence[Any], output: Any
@@ -98,13 +98,12 @@ class RowSpreadAudit(Audit):
         for name in self._facing:
             found = self._seen.pop(name, None)
             if found is not None:
-                context.record(name, "row_spread", found[0])
-                context.record(name, "row_variance", found[1])
+                context.record(name, "row_spread", found)
         self._seen.clear()
 
 
-def row_spread(output: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Variance between rows over their mean square, and that variance per feature; None where rows are too few.
+def row_spread(output: Tensor) -> Tensor | None:
+    """One minus the mean cosine over pairs of rows, scalar in [0, 1]; None where rows are too few.
 
     Args:
         output: ``[rows, features]``, ``[examples, positions, features]``, or ``[examples, channels, height, width]``,
@@ -117,9 +116,9 @@ def row_spread(output: Tensor) -> tuple[Tensor, Tensor] | None:
     rows = rows[:: max(1, rows.shape[0] // _MAX_ROWS), :: max(1, rows.shape[1] // _MAX_FEATURES)].float()
     if rows.shape[0] < _MIN_ROWS or rows.shape[1] < 2:
         return None
-    variance = rows.var(dim=0, unbiased=False).sum()
-    square = rows.square().sum(dim=1).mean()
-    return variance / square.clamp_min(torch.finfo(torch.float32).tiny), variance / rows.shape[1]
+    # 1 - |mean|^2 as the variance between unit rows, which keeps its digits where all are nearly one.
+    directions = torch.nn.functional.normalize(rows, dim=1)
+    return directions.var(dim=0, unbiased=False).sum()
 
 
 def _compared(graph: LossGraph, nodes: dict[Any, str]) -> list[str]:
@@ -173,11 +172,11 @@ def _target_spread(graph: LossGraph) -> Tensor | None:
         kept = _TARGETS.get(node.name())
         if kept is None or len(list(children(node))) != 1:
             continue
-        target = getattr(node, kept, None)
+        target = saved(node, kept)
         if isinstance(target, Tensor) and target.is_floating_point() and not target.requires_grad:
             spread = row_spread(target)
             if spread is not None:
-                found.append(spread[0])
+                found.append(spread)
     return torch.stack(found).amin() if found else None
 
 

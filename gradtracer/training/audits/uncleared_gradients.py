@@ -27,6 +27,8 @@ class _Consumed:
     stands: list[Tensor | bool] = field(default_factory=list)
     streak: int = 0
     since: int = 0
+    first: int | None = None
+    """The first step at which the gradient was not cleared."""
     num_cleared_after_streak: int = 0
 
 
@@ -117,10 +119,11 @@ class UnclearedGradients(Audit):
                     "gradients_cleared_rarely",
                     "Gradients are cleared at some updates and not at others.",
                     severity=Severity.INFO,
-                )
+                ).model_copy(update={"step": consumed.first or 0})
             return
         if consumed.streak == 0:
             consumed.since = step
+            consumed.first = step if consumed.first is None else consumed.first
         consumed.streak += 1
         if consumed.streak == self.IN_A_ROW:
             found = finding(
