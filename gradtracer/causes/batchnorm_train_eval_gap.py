@@ -24,7 +24,7 @@ class BatchnormTrainEvalGap(Cause):
         order among those within a tenth of it. Onset: 0 where the momentum is at fault, else the event's first step.
 
     Thresholds:
-        The rule compares what training and evaluation compute, after the statistics have had time: exp(6) = 400.
+        The rule compares what training and evaluation compute, after the statistics have had time: 6 = ln 400.
 
     Fixes:
         In the source, or live by hand: momentum 0.1; recalibrate by a pass in training mode.
@@ -35,7 +35,7 @@ class BatchnormTrainEvalGap(Cause):
 
     code = "batchnorm_train_eval_gap"
     title = "Batch normalisation differs between training and evaluation"
-    prior = 0.03
+    prior = 0.015
 
     def consider(self, series: Series) -> Case | None:
         """Weigh how far the running statistics are from the batches."""

@@ -22,7 +22,7 @@ class ClassImbalance(Cause):
         start.
 
     Thresholds:
-        exp(5) = 150: some such models are read as probabilities, and then nothing is wrong.
+        5 = ln 150: some such models are read as probabilities, and then nothing is wrong.
 
     Fixes:
         In the source.
@@ -33,7 +33,7 @@ class ClassImbalance(Cause):
 
     code = "class_imbalance"
     title = "One class drowns the rest"
-    prior = 0.03
+    prior = 0.015
 
     def consider(self, series: Series) -> Case | None:
         """Weigh labels and answers."""

@@ -22,7 +22,8 @@ class ConstantLabels(Cause):
         first step of the constant stretch.
 
     Thresholds:
-        The labels were seen. Sorted data begin with a stretch of one class too; what comes later tells them.
+        The labels were seen: 7 = ln 1100. Sorted data begin with a stretch of one class too; what comes later tells
+        them.
 
     Fixes:
         In the data.
@@ -33,7 +34,7 @@ class ConstantLabels(Cause):
 
     code = "constant_labels"
     title = "All labels are the same"
-    prior = 0.02
+    prior = 0.01
 
     def consider(self, series: Series) -> Case | None:
         """Weigh the labels that came."""

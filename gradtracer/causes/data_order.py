@@ -22,7 +22,7 @@ class DataOrder(Cause):
         where batches had been mixed before it.
 
     Thresholds:
-        The rule needs both the order and the swing of the loss that it causes: exp(6) = 400.
+        The rule needs both the order and the swing of the loss that it causes: 6 = ln 400.
 
     Fixes:
         In the source.
@@ -33,7 +33,7 @@ class DataOrder(Cause):
 
     code = "data_order"
     title = "Batches are not mixed"
-    prior = 0.03
+    prior = 0.015
 
     def consider(self, series: Series) -> Case | None:
         """Weigh how alike the rows of batches were."""

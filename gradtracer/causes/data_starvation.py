@@ -23,7 +23,7 @@ class DataStarvation(Cause):
 
     Thresholds:
         The wait was measured; a slow thing that is not the data (logging, a checkpoint every step) looks
-        alike: exp(6) = 400.
+        alike: 6 = ln 400.
 
     Fixes:
         In the source.
@@ -34,7 +34,7 @@ class DataStarvation(Cause):
 
     code = "data_starvation"
     title = "Steps wait for data"
-    prior = 0.02
+    prior = 0.01
 
     def consider(self, series: Series) -> Case | None:
         """Weigh what was measured."""

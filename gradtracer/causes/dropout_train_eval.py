@@ -25,7 +25,7 @@ class DropoutTrainEval(Cause):
 
     Thresholds:
         Both are seen, not inferred. Dropout that stays on is meant in models that estimate their uncertainty so (Gal
-        and Ghahramani 2016): one in 600.
+        and Ghahramani 2016): 6.5 = ln 665.
 
     Fixes:
         In the source.
@@ -36,7 +36,7 @@ class DropoutTrainEval(Cause):
 
     code = "dropout_train_eval"
     title = "Wrong mode at training or evaluation"
-    prior = 0.03
+    prior = 0.015
 
     def consider(self, series: Series) -> Case | None:
         """Weigh what the audit of modes found."""

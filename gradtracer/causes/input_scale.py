@@ -34,8 +34,8 @@ class InputScale(Cause):
     Thresholds:
         Standardised inputs have 1, images 0.5, raw ones 100 and more. With a root mean square of s the largest stable
         rate of a linear layer is 2 / s^2 times a constant: at 100 no usual rate is stable (LeCun et al. 1998). Of the
-        runs that overshoot by their rate alone one in fifty has such inputs. Large inputs by themselves are nothing:
-        without damage the cause is not considered.
+        runs that overshoot by their rate alone one in 150 has such inputs: 5 = ln 150. Large inputs by themselves are
+        nothing: without damage the cause is not considered.
 
     Fixes:
         In the source; set_learning_rate does not mend it, since columns of small scale then learn nothing.
@@ -46,7 +46,7 @@ class InputScale(Cause):
 
     code = "input_scale"
     title = "Inputs or targets are far from unit scale"
-    prior = 0.03
+    prior = 0.02
 
     EARLY = 20
 

@@ -27,7 +27,7 @@ class LabelMisalignment(Cause):
         0, or where the labels had told something before, the largest rise of the loss before they no longer did.
 
     Thresholds:
-        Shuffled labels are the usual reason for independence in a model that moves: exp(6) = 400 leaves room for a task
+        Shuffled labels are the usual reason for independence in a model that moves: 6 = ln 400 leaves room for a task
         without any signal. A first class without labels has other reasons in about one of a hundred classifiers.
 
     Fixes:
@@ -39,7 +39,7 @@ class LabelMisalignment(Cause):
 
     code = "label_misalignment"
     title = "Labels do not belong to the inputs"
-    prior = 0.04
+    prior = 0.03
 
     def consider(self, series: Series) -> Case | None:
         """Weigh what the labels told."""

@@ -22,7 +22,7 @@ class MemoryGrowth(Cause):
         start.
 
     Thresholds:
-        That the graphs are alive is seen: exp(6) = 400.
+        That the graphs are alive is seen: 6 = ln 400.
 
     Fixes:
         In the source.
@@ -33,7 +33,7 @@ class MemoryGrowth(Cause):
 
     code = "memory_growth"
     title = "Memory rises every step"
-    prior = 0.02
+    prior = 0.01
 
     def consider(self, series: Series) -> Case | None:
         """Weigh what was measured."""

@@ -23,7 +23,7 @@ class QuantizationRange(Cause):
 
     Thresholds:
         Training cannot tell whether the model will be quantized, and how: the probability stays below that of a healthy
-        run, and the question that settles it is asked in `advice`.
+        run (3.5 = ln 33), and the question that settles it is asked in `advice`.
 
     Fixes:
         In the compression recipe: scales by channel.
@@ -34,7 +34,7 @@ class QuantizationRange(Cause):
 
     code = "quantization_range"
     title = "One channel sets the range of a tensor"
-    prior = 0.02
+    prior = 0.01
 
     def consider(self, series: Series) -> Case | None:
         """Weigh the largest channels."""

@@ -24,7 +24,8 @@ class TargetLeak(Cause):
         target_in_input: +6. Onset: 0, since the program is so from the start.
 
     Thresholds:
-        Looking ahead was seen in a copy of the model. A column that settles the target is a leak, or a toy.
+        Looking ahead was seen in a copy of the model: 7 = ln 1100. A column that settles the target is a leak, or a
+        toy.
 
     Fixes:
         In the source.
@@ -35,7 +36,7 @@ class TargetLeak(Cause):
 
     code = "target_leak"
     title = "The model sees what it must predict"
-    prior = 0.03
+    prior = 0.015
 
     def consider(self, series: Series) -> Case | None:
         """Weigh what the audit of leaks found."""

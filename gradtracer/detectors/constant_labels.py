@@ -21,9 +21,9 @@ class ConstantLabels(Detector):
         The bias of the last layer solves such a task: the loss falls to 0 and the model is useless.
 
     Definition:
-        In the last sampled steps, at least 8 over at least 30 steps, all labels are one class, the same in all of them;
-        they are 100 labels or more (640 where there are two classes only), and each class's score is made by a layer's
-        own parameters.
+        By the counts of the last sampled steps, at least 8 over at least 30 steps, all labels are one class, the same
+        in all of them; they are 100 labels or more (640 where there are two classes only), and each class's score is
+        made by a layer's own parameters.
 
     Thresholds:
         A class that makes up 95 % of the data fills 100 labels with a chance of 0.6 %, and one with 99 % fills 640 with

@@ -25,7 +25,8 @@ class DataStarvation(Detector):
 
     Definition:
         Over the last 10 to 20 sampled steps, the first three of the run left out: the median of ``data_wait_s`` is at
-        least 5 ms, and the median of ``data_wait_s / (data_wait_s + compute_s)`` at least 0.6.
+        least 5 ms (unit: seconds), and at least 0.6 of the median ``step_time_s`` of the last 32 steps that were not
+        sampled (reading makes a sampled one slower).
 
     Thresholds:
         At 0.6 the loop would run 2.5 times as fast on waiting data. Below 5 ms a step is dominated by the cost of
@@ -47,18 +48,26 @@ class DataStarvation(Detector):
     SHARE = 0.6
 
     def __init__(self) -> None:
-        self._waits: deque[tuple[float, float]] = deque(maxlen=self.MAX_SAMPLES)
+        self._waits: deque[float] = deque(maxlen=self.MAX_SAMPLES)
+        self._times: deque[float] = deque(maxlen=32)
 
     def assess(self, sample: Sample) -> Sequence[Finding] | None:
         """How long the last sampled steps waited."""
-        if sample.layers is None or sample.step < self.FIRST:
+        if sample.step < self.FIRST:
             return None
-        wait, compute = sample.layers.get("(input)", "data_wait_s"), sample.layers.get("(input)", "compute_s")
-        if not math.isfinite(wait) or not math.isfinite(compute):
+        if sample.layers is None:
+            if math.isfinite(sample.step_time_s):
+                self._times.append(sample.step_time_s)
             return None
-        self._waits.append((wait, wait / max(wait + compute, 1e-9)))
-        usual, share = median(w for w, _ in self._waits), median(s for _, s in self._waits)
-        if len(self._waits) < self.MIN_SAMPLES or usual < self.MIN_WAIT_S or share < self.SHARE:
+        wait = sample.layers.get("(input)", "data_wait_s")
+        if not math.isfinite(wait):
+            return None
+        self._waits.append(wait)
+        if len(self._waits) < self.MIN_SAMPLES or len(self._times) < self.MIN_SAMPLES:
+            return []
+        usual = median(self._waits)
+        share = min(1.0, usual / max(median(self._times), 1e-9))
+        if usual < self.MIN_WAIT_S or share < self.SHARE:
             return []
         return [
             Finding(

@@ -23,12 +23,12 @@ class IndependentLabels(Detector):
         Training goes on with healthy gradients and learns nothing, or learns its own data by heart.
 
     Definition:
-        ``label_dependence`` is 1 in expectation where labels are dealt to rows at random, for any model. Over the last
-        sampled steps (at least 12, over at least 30 steps) its mean plus three standard errors stays below 1.5, at the
-        outputs and at the inputs, with no single column above 6 standard deviations; the model's weights move; and the
-        median loss of a label is at least 0.95 of the entropy of the labels. For values in place of classes: below 2.5
-        from 20 samples on, and a squared error of at least 0.95 of the variance of the targets. Where the inputs cannot
-        be read column by column (tokens, sequences, several inputs) it is `info`.
+        ``label_dependence`` (a ratio, without unit) is 1 in expectation where labels are dealt to rows at random, for
+        any model. Over the last sampled steps (at least 12, over at least 30 steps) its mean plus three standard errors
+        stays below 1.5, at the outputs and at the inputs, with no single column above 6 standard deviations; the
+        model's weights move; and the median loss of a label is at least 0.95 of the entropy of the labels. For values
+        in place of classes: below 2.5 from 20 samples on, and a squared error of at least 0.95 of the variance of the
+        targets. Where the inputs cannot be read column by column (tokens, sequences, several inputs) it is `info`.
 
     Thresholds:
         Inputs that tell the labels have ratios of 2 and more even at random weights, since random functions of the

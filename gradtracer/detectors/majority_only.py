@@ -23,9 +23,9 @@ class MajorityOnly(Detector):
         found.
 
     Definition:
-        From step 150 on: one class has at least 80 % of all labels, the loss gives the classes weights within a factor
-        of 1.5, and of the rows with another label since step 50, at least 15, the model has chosen the right class for
-        5 % at most; the mean loss of these steps is at least half of the label entropy.
+        From step 150 on, with counts of rows: one class has at least 80 % of all labels, the loss gives the classes
+        weights within a factor of 1.5, and of the rows with another label since step 50, at least 15, the model has
+        chosen the right class for 5 % at most; the mean loss of these steps is at least half of the label entropy.
 
     Thresholds:
         15 rows with a recall of 20 % would give none with a chance of 3.5 %. A model that learns to tell the classes

@@ -21,8 +21,8 @@ class MemoryGrowth(Detector):
         Each step adds its graph; the run slows down, and ends out of memory.
 
     Definition:
-        In two sampled steps in a row: of the graphs of at least 40 steps ago that are watched, at least 8, all are
-        alive.
+        In two sampled steps in a row, with counts of graphs: of those of at least 40 steps ago that are watched, at
+        least 8, all are alive.
 
     Thresholds:
         A loop that keeps some graphs for a while (accumulation, truncated backpropagation, a window of losses) lets go

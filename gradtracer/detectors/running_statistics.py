@@ -32,9 +32,9 @@ class RunningStatisticsDetector(Detector):
 
     Definition:
         In three sampled steps in a row, after at least 50 batches: ``running_mean_gap >= 1`` standard deviation, or
-        ``running_var_gap >= log 3``. `warning` where the momentum is below 0.005 or the statistics have had more than
-        3 / momentum batches to settle, else `info`. Or: a momentum of 0.5 and more, and batch means that scatter by 0.3
-        standard deviations (``running_mean_noise``).
+        ``running_var_gap >= log 3`` (unit: nats). `warning` where the momentum is below 0.005 or the statistics have
+        had more than 3 / momentum batches to settle, else `info`. Or: a momentum of 0.5 and more, and batch means that
+        scatter by 0.3 standard deviations (``running_mean_noise``).
 
     Thresholds:
         One standard deviation moves half of the inputs of a rectifier to its other side; with the default momentum of

@@ -25,10 +25,10 @@ class SortedBatches(Detector):
 
     Definition:
         With ``w`` the mean less two standard errors of ``label_collision`` over the last 8 to 16 sampled steps and
-        ``p`` the pooled one, the index ``(w - p) / (1 - p)`` (Wright's F_ST, unbiased for batches of any size) is at
-        least 0.3, with one label a row and two classes at least; and of the sampled losses since step 5 some lie below
-        half of the label entropy and some of the last ten above all of it. For values: ``1 - mean variance of a step /
-        pooled variance`` is at least 0.8, and losses lie below a tenth and above all of the pooled variance.
+        ``p`` the pooled one, the index ``(w - p) / (1 - p)`` (Wright's F_ST, unbiased for batches of any size, no unit)
+        is at least 0.3, with one label a row and two classes at least; and of the sampled losses since step 5 some lie
+        below half of the label entropy and some of the last ten above all of it. For values: ``1 - mean variance of a
+        step / pooled variance`` is at least 0.8, and losses lie below a tenth and above all of the pooled variance.
 
     Thresholds:
         Mixed batches have 0 in expectation, class-balanced ones below, and batches built from 4 images of each of 8

@@ -22,8 +22,8 @@ class UnusedFirstClass(Detector):
         answers from 0 on finds each of them off by one.
 
     Definition:
-        Of three classes or more class 0 has no label, and each other class has at least 10, with one label a row and no
-        ignore_index of 0.
+        By the counts so far: of three classes or more class 0 has no label, and each other class has at least 10, with
+        one label a row and no ignore_index of 0.
 
     Thresholds:
         Were class 0 as frequent as the rarest other class, none of it would come with a chance of exp(-10) = 5e-5.

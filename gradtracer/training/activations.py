@@ -111,6 +111,8 @@ class ActivationCapture:
         """Stop reading and hand over what was read."""
         if self._handle is not None:
             self._handle.remove()
+            # torch forgets the hook, but not that it took keyword arguments.
+            getattr(nn.modules.module, "_global_forward_hooks_with_kwargs", {}).pop(self._handle.id, None)
             self._handle = None
         self.kwargs = None
         done, self._pass = self._pass, ForwardPass()

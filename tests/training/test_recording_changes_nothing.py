@@ -55,6 +55,7 @@ def test_closing_leaves_torch_the_model_and_the_optimizer_as_they_were() -> None
         dict(optimizer_hooks._global_optimizer_pre_hooks),
         dict(optimizer_hooks._global_optimizer_post_hooks),
         dict(nn.modules.module._global_forward_hooks),
+        dict(nn.modules.module._global_forward_hooks_with_kwargs),
     )
     training = MODELS["mlp"]()
     with FlowTracker(training.model, training.optimizer, track_interval=1):
@@ -66,6 +67,7 @@ def test_closing_leaves_torch_the_model_and_the_optimizer_as_they_were() -> None
         dict(optimizer_hooks._global_optimizer_pre_hooks),
         dict(optimizer_hooks._global_optimizer_post_hooks),
         dict(nn.modules.module._global_forward_hooks),
+        dict(nn.modules.module._global_forward_hooks_with_kwargs),
     )
     assert after == before
     assert not any(m._forward_hooks or m._backward_hooks or m._forward_pre_hooks for m in training.model.modules())
