@@ -20,10 +20,10 @@ from gradtracer.series import Series
 
 HEALTHY, UNKNOWN = "healthy", "unknown"
 
-# Half of the runs that someone asks about have nothing wrong; of the other half the causes take their priors, and an
-# eighth is for causes that no rule here knows.
+# Half of the runs that someone asks about have nothing wrong; a sixteenth of the other half is for causes that no
+# rule here knows, and the causes share the rest by their priors.
 _PRIOR_HEALTHY = 0.5
-_PRIOR_UNKNOWN = 0.0625
+_PRIOR_UNKNOWN = 0.03125
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ def diagnose(series: Series) -> tuple[CausalHypothesis, ...]:
     """
     weighed = [_weigh(HEALTHY, "Nothing is wrong", _PRIOR_HEALTHY, _healthy(series))]
     explained: set[str] = set()
-    for cause in all_causes():
+    causes = all_causes()
+    scale = (1.0 - _PRIOR_HEALTHY - _PRIOR_UNKNOWN) / sum(cause.prior for cause in causes)
+    for cause in causes:
         case = cause.consider(series)
         if case is not None:
-            weighed.append(_weigh(cause.code, cause.title, (1.0 - _PRIOR_HEALTHY) * cause.prior, case))
+            weighed.append(_weigh(cause.code, cause.title, scale * cause.prior, case))
             if sum(e.log_likelihood_ratio for e in case.evidence) > 0:
                 explained.update(case.event_ids)
     weighed.append(_weigh(UNKNOWN, "A cause that no rule knows", _PRIOR_UNKNOWN, _unknown(series, explained)))

@@ -29,7 +29,7 @@ class AttentionFullyMasked(Cause):
         in the source.
 
     References:
-        pytorch/pytorch issue 41508.
+        PyTorch documentation, torch.nn.MultiheadAttention (key_padding_mask); pytorch/pytorch issue 41508.
     """
 
     code = "attention_fully_masked"

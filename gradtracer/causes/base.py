@@ -47,7 +47,7 @@ class Cause(ABC):
     title: ClassVar[str]
     """The cause in a few words."""
     prior: ClassVar[float]
-    """Share of failing runs that it accounts for, before anything was seen."""
+    """How often it is the cause, against the others, before anything was seen; only ratios of priors count."""
 
     @abstractmethod
     def consider(self, series: Series) -> Case | None:

@@ -31,7 +31,7 @@ class NanGradientPow(Cause):
         in the source.
 
     References:
-        d x^p / dx = p x^(p - 1).
+        PyTorch documentation, torch.pow; d x^p / dx = p x^(p - 1).
     """
 
     code = "nan_gradient_pow"

@@ -32,7 +32,7 @@ class NanGradientWhere(Cause):
         in the source.
 
     References:
-        pytorch/pytorch issues 68425 and 108618.
+        PyTorch documentation, torch.where; pytorch/pytorch issues 68425 and 108618.
     """
 
     code = "nan_gradient_where"

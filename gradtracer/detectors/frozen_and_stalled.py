@@ -23,8 +23,8 @@ class FrozenAndStalled(Detector):
         what should have been trained.
 
     Definition:
-        1 - (mean loss of the last 20 steps) / (mean loss of the first 10), once 50 steps have been made, at 5 steps in
-        a row, for a loss that is above 0 throughout.
+        1 - (mean loss of the last 20 steps) / (mean loss of the first 10), a ratio without unit, once 50 steps have
+        been made, at 5 steps in a row, for a loss that is above 0 throughout.
 
     Thresholds:
         4 %: means over 20 steps scatter by 1 to 2 % in batches of tens of rows, and a network that learns at all

@@ -1,4 +1,4 @@
-"""Faults in how a training loop is put together, in runs that no rule was tuned on, and their healthy relatives."""
+"""Faults in how a training loop is put together, in runs other than the corpus, and their healthy relatives."""
 
 from __future__ import annotations
 
