@@ -33,6 +33,9 @@ from gradtracer.training.schedule import Schedule
 
 log = logging.getLogger("gradtracer")
 
+_ATTENTIVE_STEPS = 500
+"""Steps at each of which audits look that ask for every step; later they look at sampled steps only, so that a long
+run does not pay for what shows at its start."""
 _LOOK_BACK = 32
 """Steps whose per-layer gradient norms are kept in memory, to be written when something goes wrong."""
 _GROWTH_STEPS = 16
@@ -78,6 +81,7 @@ class _OpenStep:
     forward: ForwardPass | None = None
     recorded: dict[tuple[str, str], Tensor | float] = field(default_factory=dict)
     """What audits recorded, by (layer, signal)."""
+    context: AuditContext | None = None
     time_s: float = 0.0
     step_time_s: float = MISSING
     loss: float | Tensor = MISSING
@@ -188,6 +192,7 @@ class Capture:
         self._loss_fn = loss_fn
         self._set_audits(audits)
         self._found: set[tuple[str, str | None]] = set()
+        self._last_audited = -1
         self._watched = {} if is_compiled(model) else watched_modules(model)
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
         self._module_of: dict[Any, str] = {}
@@ -346,19 +351,17 @@ class Capture:
         self._audit(lambda audit, context: audit.on_forward(context, name, module, inputs, output))
 
     def _audit(self, look: Callable[[Audit, AuditContext], Iterable[AuditFinding]], sampled: bool = True) -> None:
+        now = self._now
+        if not sampled and now.step >= _ATTENTIVE_STEPS:
+            return
         audits = self._audits if sampled else self._constant_audits
         if not audits:
             return
-        now = self._now
-        context = AuditContext(
-            step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
-            layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
-            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
-            silent={key: name for key, (name, _) in self.activations.silent.items()},
-            kwargs=self.activations.kwargs,
-            waited_s=self.activations.waited_s,
-            computed_s=self.activations.computed_s,
-        )  # fmt: skip
+        if now.step > self._last_audited + 1:
+            for audit in self._constant_audits:
+                audit.on_gap()
+        self._last_audited = now.step
+        context = self._context(now, sampled)
         for audit in audits:
             try:
                 findings = list(look(audit, context))
@@ -369,6 +372,19 @@ class Capture:
                 if (found.code, found.layer) not in self._found:
                     self._found.add((found.code, found.layer))
                     self._sink.add_observation(found)
+
+    def _context(self, now: _OpenStep, sampled: bool) -> AuditContext:
+        if not sampled and now.context is not None:
+            return now.context
+        activations = self.activations
+        now.context = AuditContext(
+            step=now.step, model=self.model, layers=self.layers, optimizers=self.optimizers,
+            layer_of=self.layer_of_parameter, names=self._watched, loss_fn=self._loss_fn,
+            record=lambda layer, signal, value: now.recorded.__setitem__((layer, signal), value), sampled=sampled,
+            silent={key: name for key, (name, _) in activations.silent.items()}, kwargs=activations.kwargs,
+            waited_s=activations.waited_s, computed_s=activations.computed_s,
+        )  # fmt: skip
+        return now.context
 
     def _set_audits(self, audits: Sequence[Audit]) -> None:
         self._audits = audits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,10 +23,15 @@ def thin(tensor: Tensor, count: int = THIN) -> Tensor:
     The distance between two has no divisor in common with the length of a row, so that no column is left out for good.
     """
     flat = tensor.detach().flatten()
-    distance = max(1, flat.numel() // count)
-    while distance > 1 and tensor.dim() > 1 and math.gcd(distance, tensor.shape[-1]) > 1:
+    return flat[:: _distance(flat.numel(), tensor.shape[-1] if tensor.dim() > 1 else 1, count)][:count].clone()
+
+
+@lru_cache(maxsize=1024)
+def _distance(numel: int, row: int, count: int) -> int:
+    distance = max(1, numel // count)
+    while distance > 1 and math.gcd(distance, row) > 1:
         distance -= 1
-    return flat[::distance][:count].clone()
+    return distance
 
 
 def spread(things: Sequence[K], count: int) -> list[K]:

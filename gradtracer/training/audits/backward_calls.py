@@ -66,6 +66,7 @@ class BackwardCalls(Audit):
     every_step = True
 
     AVERAGED = 1.5
+    SETTLED = 5
 
     def __init__(self) -> None:
         self._window = _Window()
@@ -75,14 +76,24 @@ class BackwardCalls(Audit):
         self._first_update = 0
         self._num_alike = 0
         self._num_lost = 0
+        self._num_single = 0
+        self._probe: nn.Parameter | None = None
         self._told: set[tuple[str, int]] = set()
         self._ratios: Later[tuple[int, int, float, SourceLocation | None]] = Later()
+
+    def on_gap(self) -> None:
+        """Calls were not counted."""
+        self._window = _Window()
+        self._num_alike = self._num_lost = self._last_count = 0
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """A backward call of the window."""
         if self._inside_step:
             return ()  # of a closure
         window = self._window
+        if not window.chains and self._num_single >= self.SETTLED:
+            window.chains.append(())  # one call an update is the rule here: only a second one is looked at
+            return ()
         if window.chains and window.probe is not None and not has_dense_gradient(window.probe):
             window.num_thrown_away += 1
         window.chains.append(chain(graph))
@@ -98,8 +109,10 @@ class BackwardCalls(Audit):
             return ()
         window = self._window
         if window.probe is None and context.optimizers:
-            held = [p for o in context.optimizers for p in parameters_of(o) if has_dense_gradient(p)]
-            window.probe = max(held, key=lambda p: p.numel(), default=None)
+            if self._probe is None or not has_dense_gradient(self._probe):
+                held = [p for o in context.optimizers for p in parameters_of(o) if has_dense_gradient(p)]
+                self._probe = max(held, key=lambda p: p.numel(), default=None)
+            window.probe = self._probe
         if len(window.chains) > 1 and window.probe is not None and has_dense_gradient(window.probe):
             assert window.probe.grad is not None
             window.raw = thin(window.probe.grad)
@@ -111,7 +124,8 @@ class BackwardCalls(Audit):
         self._steppers.add(id(optimizer))
         window, self._window = self._window, _Window()
         count = len(window.chains)
-        uniform = count >= 2 and len(set(window.chains)) == 1 and len(self._steppers) == 1
+        self._num_single = self._num_single + 1 if count == 1 else 0
+        uniform = count >= 2 and len({c for c in window.chains if c}) == 1 and len(self._steppers) == 1
         if not uniform:
             self._num_alike = self._num_lost = self._last_count = 0
             return
@@ -132,7 +146,7 @@ class BackwardCalls(Audit):
         return ()
 
     def _put(self, window: _Window, count: int) -> None:
-        factor = sum(window.factors) / count
+        factor = sum(window.factors) / len(window.factors)
         now = window.probe.grad if window.probe is not None else None
         ratio = torch.tensor(1.0)
         if now is not None and window.raw is not None and not now.is_sparse and not window.scaled:

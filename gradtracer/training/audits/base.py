@@ -68,8 +68,12 @@ class Audit(ABC):
     code: ClassVar[str]
     """Name of the audit and of its file."""
     every_step: ClassVar[bool] = False
-    """Whether `on_loss`, `on_backward`, `on_gradients` and `on_update` are called at every step: for what is cheap
-    (some tens of microseconds) and would be missed between samples."""
+    """Whether `on_loss`, `on_backward`, `on_gradients` and `on_update` are called at every step of a run's first 500:
+    for what is cheap (some tens of microseconds) and would be missed between samples. `on_gap` tells of steps that
+    were left out later."""
+
+    def on_gap(self) -> None:  # noqa: B027
+        """Steps were left out since the last call: what compares neighbouring steps begins anew."""
 
     def on_forward(
         self, context: AuditContext, name: str, module: nn.Module, inputs: Sequence[Any], output: Any

@@ -70,6 +70,10 @@ class UnclearedGradients(Audit):
         self._consumed: dict[int, _Consumed] = {}
         self._verdicts: Later[tuple[int, int]] = Later()
 
+    def on_gap(self) -> None:
+        """What was used before the gap is no neighbour of what stands now."""
+        self._consumed.clear()
+
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """Look at what stands where the new gradient will be added."""
         for consumed in self._consumed.values():
@@ -98,8 +102,11 @@ class UnclearedGradients(Audit):
 
     def on_update(self, context: AuditContext, optimizer: Optimizer) -> Iterable[AuditFinding]:
         """Keep what was used."""
-        parameters = spread([p for p in parameters_of(optimizer) if has_dense_gradient(p)], _NUM_PARAMETERS)
         consumed = self._consumed.get(id(optimizer))
+        if consumed is not None and all(has_dense_gradient(p) for p in consumed.parameters):
+            parameters = consumed.parameters
+        else:
+            parameters = spread([p for p in parameters_of(optimizer) if has_dense_gradient(p)], _NUM_PARAMETERS)
         if not parameters:
             self._consumed.pop(id(optimizer), None)
         elif consumed is None:
