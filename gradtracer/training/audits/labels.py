@@ -13,7 +13,7 @@ from gradtracer.training.audits.base import AUDITS, INPUT, LOSS, Audit, AuditCon
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.targets import LossTerm, loss_terms, rows_of
 
-_MAX_ROWS, _MAX_COLUMNS, _MAX_CLASSES = 4096, 4096, 100_000
+_MAX_ROWS, _MAX_COLUMNS, _MAX_CLASSES = 4096, 1024, 100_000
 _BLOCK = 12
 
 
@@ -42,7 +42,7 @@ class Labels(Audit):
         variance of the targets of a step and of all, and ``R^2 (N - 1)`` of prediction and target.
 
     Thresholds:
-        None here; 4096 rows and 4096 columns of a batch are read.
+        None here; 4096 rows and 1024 columns of a batch are read.
 
     Fixes:
         None; see the causes that read these signals.
@@ -134,8 +134,9 @@ class Labels(Audit):
         context.record(LOSS, "label_dependence", dependence(prediction, bucket, num_classes))
         columns = self._columns(len(target))
         if columns is not None:
-            context.record(INPUT, "label_dependence", dependence(columns, bucket, num_classes))
-            self._take_features(context, *between_shares(columns, bucket, num_classes))
+            shares = between_shares(columns, bucket, num_classes)
+            context.record(INPUT, "label_dependence", _over_chance(*shares))
+            self._take_features(context, *shares)
         if self._per_row:
             self._read_rare(context, term, prediction, target, valid)
 
@@ -267,7 +268,10 @@ def dependence(features: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     Returns:
         Scalar on the device; 1 in expectation for independent groups, -1 where a batch cannot tell.
     """
-    shares, told, present, number = between_shares(features, groups, num_groups)
+    return _over_chance(*between_shares(features, groups, num_groups))
+
+
+def _over_chance(shares: Tensor, told: Tensor, present: Tensor, number: Tensor) -> Tensor:
     share = shares.sum() / told.sum().clamp_min(1)
     expected = (present - 1) / (number - 1).clamp_min(1.0)
     usable = (present > 1) & (2 * present <= number) & told.any() & torch.isfinite(share)
