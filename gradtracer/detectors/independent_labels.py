@@ -34,7 +34,7 @@ class IndependentLabels(Detector):
         Inputs that tell the labels have ratios of 2 and more even at random weights, since random functions of the
         input depend on the label too; shuffled labels 0.9 to 1.2 (measured on several data sets). Tasks that hide their
         labels in the interplay of two tokens or times look independent until they are learned, for hundreds of steps:
-        of those nothing is claimed. 6 standard deviations come by chance in one of 4096 columns with 1e-5. One
+        of those nothing is claimed. 6 standard deviations come by chance in one of 1024 columns with 1e-6. One
         correlation scatters more than a table of them: chi-squared with one degree of freedom has a standard deviation
         of 1.4, hence 2.5 and 20 samples. An update ratio of 1e-4 moves weights by their own size within 10,000 steps;
         below that the step size speaks.

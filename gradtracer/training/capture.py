@@ -544,7 +544,8 @@ class Capture:
 
     def _emit_step(self, step: _OpenStep, numbers: _Numbers) -> None:
         norms, loss = numbers.grad_norms, numbers.loss
-        square = float(np.dot(norms, norms))
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.dot(norms, norms))
         bad = np.empty(0, dtype=np.intp)
         if not step.index:
             total = MISSING
@@ -573,7 +574,8 @@ class Capture:
 
     def _layer_norms(self, index: Sequence[int], norms: np.ndarray) -> np.ndarray:
         """Norms by layer, NaN where a layer has none, infinity where one is not finite."""
-        squares = np.where(np.isfinite(norms), norms * norms, np.inf)
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = np.where(np.isfinite(norms), norms * norms, np.inf)
         total, present = self._over_layers(index, squares)
         return np.where(present, np.sqrt(total), np.nan)
 
@@ -599,7 +601,8 @@ class Capture:
         tabled = set(self._tabled)
         for step, index, norms in self._recent:
             if step not in tabled:
-                per_layer = self._layer_norms(index, norms).astype(np.float32)
+                with np.errstate(over="ignore"):
+                    per_layer = self._layer_norms(index, norms).astype(np.float32)
                 self._sink.add_table(step, LayerTable(self._norm_layout, per_layer, look_back=True))
                 self._tabled.append(step)
 
@@ -655,7 +658,8 @@ class Capture:
         values.append(numbers.activations)
         key = tuple(columns)
         layout = self._layouts.setdefault(key, Layout(key))
-        packed = np.concatenate(values).astype(np.float32) if values else np.empty(0, np.float32)
+        with np.errstate(over="ignore"):  # what float32 does not hold is recorded as not finite
+            packed = np.concatenate(values).astype(np.float32) if values else np.empty(0, np.float32)
         return LayerTable(layout, packed)
 
     def _growth_rate(self) -> np.ndarray:

@@ -6,13 +6,10 @@ import os
 import sys
 import traceback
 
-import torch
-
 from gradtracer.records import SourceLocation
 from gradtracer.records.base import TEXT_LENGTH
 
 _NUM_FRAMES = 40
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -43,10 +40,12 @@ def calling_line(what: str = "") -> SourceLocation | None:
     Args:
         what: What stands there, e.g. `backward`.
     """
+    torch = sys.modules.get("torch")
+    torch_folder = os.path.dirname(torch.__file__ or "") + os.sep if torch else "<"
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH_FOLDER, _OUR_FOLDER, "<")) and "site-packages" not in file:
+        if not file.startswith((torch_folder, _OUR_FOLDER, "<")) and "site-packages" not in file:
             return SourceLocation(file=file, line=max(frame.f_lineno, 1), what=what or frame.f_code.co_name)
         frame = frame.f_back
     return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradtracer.training.graph import LossGraph
+from gradtracer.training.graph import LossGraph, saved
 
 _CLASSES = ("NllLossBackward0", "NllLoss2DBackward0", "MultiMarginLossBackward0")
 _BINARY = ("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0")
@@ -45,13 +45,10 @@ def loss_terms(graph: LossGraph) -> list[LossTerm]:
 
 
 def _term(graph: LossGraph, node: Any, *, alone: bool) -> LossTerm | None:
-    try:
-        prediction, target = node._saved_self, node._saved_target
-        weights = [getattr(node, name, None) for name in ("_saved_weight", "_saved_pos_weight")]
-        reduction = int(getattr(node, "_saved_reduction", 1))
-        ignore_index = int(getattr(node, "_saved_ignore_index", -100))
-    except RuntimeError:  # freed, or written over since
-        return None
+    prediction, target = saved(node, "self"), saved(node, "target")
+    weights = [saved(node, name) for name in ("weight", "pos_weight")]
+    reduction = int(getattr(node, "_saved_reduction", 1))
+    ignore_index = int(getattr(node, "_saved_ignore_index", -100))
     if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or prediction.numel() == 0:
         return None
     name = node.name()

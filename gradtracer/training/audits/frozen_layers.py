@@ -86,6 +86,7 @@ class FrozenLayers(Audit):
             and not any(p.requires_grad or p.grad is not None for _, p in layers[n].parameters)
         }
         self._never = frozen if self._never is None else self._never & frozen
+        self._never -= {n for n in self._never if _is_adapted(layers[n], context.layers)}
         if self._num_steps < self.STEPS:
             return
         self._done = True
@@ -121,6 +122,24 @@ class FrozenLayers(Audit):
 
 
 _MIXING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+
+
+def _is_adapted(frozen: Layer, layers: Sequence[Layer]) -> bool:
+    """Whether a trained product of two thin matrices stands beside the frozen one (Hu et al. 2021, LoRA, eq. 3)."""
+    parent = frozen.name.rpartition(".")[0]
+    beside = [
+        p.shape
+        for layer in layers
+        if layer.name == parent or layer.name.rpartition(".")[0] == parent
+        for _, p in layer.parameters
+        if p.dim() == 2 and p.requires_grad
+    ]
+    shapes = [p.shape for _, p in frozen.parameters if p.dim() == 2]
+
+    def joins(a: Any, b: Any, out: int, given: int) -> bool:
+        return {out, given} <= {*a, *b} and bool(min(a) == min(b) < min(out, given))
+
+    return any(joins(a, b, *shape) for shape in shapes for a in beside for b in beside if a != b)
 
 
 def _is_copy(frozen: Sequence[Layer], trained: Sequence[Layer]) -> bool:

@@ -44,7 +44,7 @@ class Labels(Audit):
         variance of the targets of a step and of all, and ``R^2 (N - 1)`` of prediction and target.
 
     Thresholds:
-        None here; 4096 rows and 4096 columns of a batch are read.
+        None here; 4096 rows and 1024 columns of a batch are read.
 
     Fixes:
         None; see the causes that read these signals.
@@ -63,6 +63,7 @@ class Labels(Audit):
         self._moments: Tensor | None = None
         self._rows = 0
         self._input: Tensor | None = None
+        self._has_two_values: bool | None = None
         self._per_row = self._first_counts = True
         self._excess: Tensor | None = None
         self._num_excess = 0
@@ -78,6 +79,10 @@ class Labels(Audit):
                 self._rows = first.shape[0]
                 # Columns of tables and pixels; a sequence may hide its label in the interplay of two of its steps.
                 is_table = len(tensors) == 1 and first.dim() in (2, 4) and first.is_floating_point()
+                if is_table and self._has_two_values is None:
+                    # Of bits the label may be an interplay that no column shows (a parity): nothing is read of them.
+                    self._has_two_values = bool(((first == first.min()) | (first == first.max())).all())
+                is_table &= not self._has_two_values
                 self._input = first.detach() if is_table and module is context.model else None
         return ()
 
@@ -137,8 +142,9 @@ class Labels(Audit):
         context.record(LOSS, "label_dependence", dependence(scores, bucket, num_classes))
         columns = self._columns(len(target))
         if columns is not None:
-            context.record(INPUT, "label_dependence", dependence(columns, bucket, num_classes))
-            self._take_features(context, *between_shares(columns, bucket, num_classes))
+            shares = between_shares(columns, bucket, num_classes)
+            context.record(INPUT, "label_dependence", _over_chance(*shares))
+            self._take_features(context, *shares)
         if self._per_row:
             self._read_rare(context, term, prediction, target, valid)
 
@@ -270,7 +276,10 @@ def dependence(features: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     Returns:
         Scalar on the device; 1 in expectation for independent groups, -1 where a batch cannot tell.
     """
-    shares, told, present, number = between_shares(features, groups, num_groups)
+    return _over_chance(*between_shares(features, groups, num_groups))
+
+
+def _over_chance(shares: Tensor, told: Tensor, present: Tensor, number: Tensor) -> Tensor:
     share = shares.sum() / told.sum().clamp_min(1)
     expected = (present - 1) / (number - 1).clamp_min(1.0)
     usable = (present > 1) & (2 * present <= number) & told.any() & torch.isfinite(share)

@@ -16,6 +16,7 @@ _NORM = nn.modules.batchnorm._BatchNorm
 _NUM_BATCHES = 4
 _MIN_VALUES = 8
 _CLIP = 3.0
+_MAX_VALUES = 131_072
 
 
 @AUDITS.register
@@ -34,7 +35,8 @@ class RunningStatistics(Audit):
         ``shift_c = min_k |running_mean - m_k| / sqrt(mean v + eps)`` where all differences have one sign, else 0;
         ``scale_c`` likewise with ``log(running_var / v_k) / 2``. ``running_mean_gap`` and ``running_var_gap`` are the
         root mean squares over channels, each clipped at 3. ``running_mean_noise`` is the standard deviation of ``m_k``
-        over ``sqrt(mean v)``, root mean square. Batches with fewer than 8 values a channel are left out.
+        over ``sqrt(mean v)``, root mean square. Batches with fewer than 8 values a channel are left out; of large
+        ones every n-th place is read.
 
     Thresholds:
         None here. One sign in all batches tells a lag from batches that differ (two domains in turn); the smallest
@@ -63,8 +65,9 @@ class RunningStatistics(Audit):
         if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() < _MIN_VALUES * x.shape[1]:
             return ()
         assert module.running_var is not None
-        axes = [d for d in range(x.dim()) if d != 1]
-        variance, mean = torch.var_mean(x.detach().double(), dim=axes, correction=0)
+        values = x.detach().reshape(x.shape[0], x.shape[1], -1)
+        values = values[:, :, :: max(1, values.numel() // _MAX_VALUES)]
+        variance, mean = torch.var_mean(values.double(), dim=(0, 2), correction=0)
         batches = self._batches.setdefault(name, deque(maxlen=_NUM_BATCHES))
         batches.append((mean, variance))
         if module.num_batches_tracked is not None:
