@@ -267,7 +267,15 @@ def test_sparkline(values: list[float | None], line: str) -> None:
 def test_ctrl_c_ends_watch_without_a_traceback(tmp_path: Path) -> None:
     make_run(tmp_path, state="running")
     command = [sys.executable, "-m", "gradtracer", "watch", "--json", "--interval", "0.1", "--home", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+
+    def listen() -> None:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a test runner in the background has it ignored, and we inherit it
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = json.loads(process.stdout.readline())
