@@ -95,6 +95,8 @@ def _summary(
     def brier(pairs: Sequence[tuple[Run, Answer]]) -> float | None:
         errors = []
         for run, answer in pairs:
+            if run.truth is None and not answer.guesses:
+                continue  # it could not be built, so nothing was said about it
             top = answer.guesses[0] if answer.guesses else Guess("", None, 1.0, None)
             codes = run.truth.codes if run.truth else ("healthy",)
             errors.append((top.probability - (top.code in codes)) ** 2)

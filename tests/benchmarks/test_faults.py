@@ -92,3 +92,12 @@ def test_cases_of_any_folder_are_loaded_and_their_truth_is_left_to_scoring(tmp_p
     assert [r.id for r in runs] == ["one", "one/twin"]
     answer = ours.ask(runs[0], tmp_path / "home")
     assert (answer.error, answer.alarms, answer.guesses[0].code) == ("", (), "healthy")
+
+
+@pytest.mark.slow
+def test_causes_layers_and_first_steps_stay_named(result: dict[str, Any]) -> None:
+    summary = result["summary"]
+    assert summary["num_cases"] == len(QUICK) > 25
+    for what, least in {"detected": 0.95, "cause_at_1": 0.8, "cause_at_3": 0.95, "layer": 0.9, "onset": 0.9}.items():
+        assert summary[what] >= least, what
+    assert summary["brier"] <= 0.12
