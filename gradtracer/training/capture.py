@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from gradtracer.training.audits import Audit, AuditContext
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.held import HeldInputs
 from gradtracer.training.layers import Layer, layers_of, watched_modules
+from gradtracer.training.readings import HostCopy, Numbers, OpenStep
 from gradtracer.training.schedule import Schedule
 
 log = logging.getLogger("gradtracer")
@@ -57,54 +58,6 @@ class Sink(Protocol):
     def add_observation(self, observation: Observation) -> None:
         """Append a fact."""
         ...
-
-
-@dataclass
-class _OpenStep:
-    """What is known of the step under way; tensors are on the model's device."""
-
-    step: int
-    sampled: bool
-    losses: list[Tensor] = field(default_factory=list)
-    updated: list[int] = field(default_factory=list)
-    learning_rate: float = MISSING
-    index: list[int] = field(default_factory=list)
-    """Parameter numbers, in the order of the tensors below."""
-    grad_norms: list[Tensor] = field(default_factory=list)
-    grad_means: list[Tensor] = field(default_factory=list)
-    weight_norms: list[Tensor] = field(default_factory=list)
-    updates: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
-    """Parameter numbers, sampled ||update||^2 and ||weights||^2 scaled up to the whole tensors."""
-    cosines: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
-    """Parameter numbers, dot products with the last gradient, products of norms."""
-    zero_rows: list[tuple[int, Tensor]] = field(default_factory=list)
-    forward: ForwardPass | None = None
-    recorded: dict[tuple[str, str], Tensor | float] = field(default_factory=dict)
-    """What audits recorded, by (layer, signal)."""
-    context: AuditContext | None = None
-    time_s: float = 0.0
-    step_time_s: float = MISSING
-    loss: float | Tensor = MISSING
-
-    def take(self, forward: ForwardPass | None) -> None:
-        """Add what a forward pass showed."""
-        if forward is not None:
-            self.forward = forward if self.forward is None else self.forward.joined_with(forward)
-
-    def join(self, later: _OpenStep) -> None:
-        """What was taken for the start of the next step belongs to this one."""
-        self.losses += later.losses
-        self.recorded |= later.recorded
-        self.take(later.forward)
-
-    def forget_update(self) -> None:
-        """Drop what was read of gradients and updates."""
-        for readings in (
-            self.updated, self.grad_norms, self.grad_means, self.weight_norms, self.updates, self.cosines,
-            self.zero_rows,
-        ):  # fmt: skip
-            readings.clear()
-        self.index = []
 
 
 @dataclass(frozen=True)
@@ -213,10 +166,10 @@ class Capture:
         self.recent_losses: deque[tuple[int, float]] = deque(maxlen=256)
         """Step and loss of the last steps, coded as in `gradtracer.signals`, without missing ones."""
         self._last_end = time.perf_counter()
-        self._waiting: list[_OpenStep] = []
-        self._copy: _Copy | None = None
-        self._open = _OpenStep(0, sampled=False)
-        self._next: _OpenStep | None = None
+        self._waiting: list[OpenStep] = []
+        self._copy: HostCopy | None = None
+        self._open = OpenStep(0, sampled=False)
+        self._next: OpenStep | None = None
         """After an update that may or may not have ended the step: what comes until that is known."""
         self._begin(0)
 
@@ -231,7 +184,7 @@ class Capture:
             self._end(MISSING, run_commands=False)
         self.activations.disarm()
         if self._waiting:
-            self._copy = self._copy or _Copy(self._waiting)
+            self._copy = self._copy or HostCopy(self._waiting)
             self._emit(self._copy)
 
     # ------------------------------------------------------------------ what the hooks report
@@ -373,7 +326,7 @@ class Capture:
                     self._found.add((found.code, found.layer))
                     self._sink.add_observation(found)
 
-    def _context(self, now: _OpenStep, sampled: bool) -> AuditContext:
+    def _context(self, now: OpenStep, sampled: bool) -> AuditContext:
         if not sampled and now.context is not None:
             return now.context
         activations = self.activations
@@ -470,15 +423,15 @@ class Capture:
     # ------------------------------------------------------------------ steps
 
     @property
-    def _now(self) -> _OpenStep:
+    def _now(self) -> OpenStep:
         """The step that what happens now belongs to, as far as is known."""
         return self._open if self._next is None else self._next
 
-    def _new_step(self, step: int) -> _OpenStep:
+    def _new_step(self, step: int) -> OpenStep:
         sampled = self._schedule.is_due(step)
         if sampled:
             self.activations.arm()
-        return _OpenStep(step, sampled)
+        return OpenStep(step, sampled)
 
     def _begin(self, step: int) -> None:
         self._held_inputs.release()
@@ -515,10 +468,10 @@ class Capture:
             self.activations.silent = {}
         self._waiting.append(done)
         if not self._on_device:
-            self._emit(_Copy(self._waiting))
+            self._emit(HostCopy(self._waiting))
         else:
             if self._copy is None and (done.sampled or len(self._waiting) >= _DEVICE_BATCH):
-                self._copy = _Copy(self._waiting)
+                self._copy = HostCopy(self._waiting)
             if self._copy is not None and self._copy.arrived:
                 self._emit(self._copy)
         self._schedule.end_step()
@@ -536,13 +489,13 @@ class Capture:
             self.fed_by = dict(forward.fed_by)
             self.activation_types = dict(forward.types)
 
-    def _emit(self, copy: _Copy) -> None:
+    def _emit(self, copy: HostCopy) -> None:
         self._copy = None
         self._waiting = self._waiting[len(copy.steps) :]
         for step, numbers in zip(copy.steps, copy.numbers(), strict=True):
             self._emit_step(step, numbers)
 
-    def _emit_step(self, step: _OpenStep, numbers: _Numbers) -> None:
+    def _emit_step(self, step: OpenStep, numbers: Numbers) -> None:
         norms, loss = numbers.grad_norms, numbers.loss
         with np.errstate(over="ignore", invalid="ignore"):
             square = float(np.dot(norms, norms))
@@ -579,7 +532,7 @@ class Capture:
         total, present = self._over_layers(index, squares)
         return np.where(present, np.sqrt(total), np.nan)
 
-    def _note_backward_origin(self, step: _OpenStep, bad: np.ndarray, loss: float) -> None:
+    def _note_backward_origin(self, step: OpenStep, bad: np.ndarray, loss: float) -> None:
         if self._gradient_was_finite and loss != NON_FINITE:
             names = {self.layers[i].name for i in self._layer_index[bad].tolist()}
             order = [n for n in self.forward_order if n in names] or [n.name for n in self.layers if n.name in names]
@@ -616,7 +569,7 @@ class Capture:
         present[layers] = True
         return total, present
 
-    def _table(self, step: _OpenStep, numbers: _Numbers, bad: np.ndarray) -> LayerTable:
+    def _table(self, step: OpenStep, numbers: Numbers, bad: np.ndarray) -> LayerTable:
         rows: dict[str, np.ndarray] = {}
         per_layer = self._layer_norms(step.index, numbers.grad_norms)
         with np.errstate(all="ignore"):
@@ -733,95 +686,3 @@ def is_compiled(model: nn.Module) -> bool:
         type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
         for m in model.modules()
     )
-
-
-@dataclass
-class _Numbers:
-    """The numbers of a step, on the host."""
-
-    loss: float
-    grad_norms: np.ndarray
-    grad_means: np.ndarray
-    weight_norms: np.ndarray
-    updates: list[tuple[list[int], np.ndarray, np.ndarray]]
-    cosines: list[tuple[list[int], np.ndarray, np.ndarray]]
-    zero_rows: list[tuple[int, float]]
-    activation_columns: list[tuple[str, str]]
-    activations: np.ndarray
-
-
-class _Copy:
-    """All numbers of some steps, on their way to the host in one piece."""
-
-    def __init__(self, steps: Sequence[_OpenStep]) -> None:
-        self.steps = list(steps)
-        self._tensors: list[Tensor] = [t for step in self.steps for t in _tensors(step)]
-        devices = {t.device for t in self._tensors}
-        self._event: Any = None
-        if not devices or devices == {torch.device("cpu")}:
-            self._flat = None
-            return
-        device = next(d for d in devices if d.type != "cpu")
-        with torch.no_grad():
-            flat = torch.cat([t.detach().reshape(-1).to(device, torch.float64) for t in self._tensors])
-            if device.type == "cuda":
-                self._flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-                self._flat.copy_(flat, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-            else:
-                self._flat = flat.cpu()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether reading it would wait for nothing."""
-        return self._event is None or self._event.query()
-
-    def numbers(self) -> list[_Numbers]:
-        """The numbers of each step; waits for the copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        if self._flat is None:
-            arrays = [t.detach().reshape(-1).double().numpy() for t in self._tensors]
-        else:
-            arrays = np.split(self._flat.numpy(), np.cumsum([t.numel() for t in self._tensors])[:-1])
-        source = iter(arrays)
-        return [_numbers(step, source) for step in self.steps]
-
-
-def _tensors(step: _OpenStep) -> list[Tensor]:
-    found: list[Tensor] = [*step.grad_norms, *step.grad_means, *step.weight_norms]
-    if isinstance(step.loss, Tensor):
-        found.insert(0, step.loss)
-    for _, a, b in (*step.updates, *step.cosines):
-        found += (a, b)
-    found += [value for _, value in step.zero_rows]
-    found += [value for value in step.recorded.values() if isinstance(value, Tensor)]
-    if step.forward is not None:
-        found += [value for row in step.forward.scalars.values() for value in row.values()]
-    return found
-
-
-def _numbers(step: _OpenStep, source: Any) -> _Numbers:
-    def take(parts: Sequence[Tensor]) -> np.ndarray:
-        found = [next(source) for _ in parts]
-        return np.concatenate(found) if found else np.empty(0)
-
-    loss = float(next(source)[0]) if isinstance(step.loss, Tensor) else step.loss
-    if isinstance(step.loss, Tensor) and not math.isfinite(loss):
-        loss = NON_FINITE
-    norms, means, weights = take(step.grad_norms), take(step.grad_means), take(step.weight_norms)
-    updates = [(index, next(source), next(source)) for index, _, _ in step.updates]
-    cosines = [(index, next(source), next(source)) for index, _, _ in step.cosines]
-    zero_rows = [(number, float(next(source)[0])) for number, _ in step.zero_rows]
-    columns: list[tuple[str, str]] = list(step.recorded)
-    values = [float(next(source)[0]) if isinstance(v, Tensor) else v for v in step.recorded.values()]
-    values = [v if not math.isinf(v) and not math.isnan(v) else NON_FINITE for v in values]
-    for layer, row in (step.forward.scalars if step.forward else {}).items():
-        for signal in row:
-            value = float(next(source)[0])
-            columns.append((layer, signal))
-            values.append(value if math.isfinite(value) else NON_FINITE)
-        columns.append((layer, "num_non_finite_activation"))
-        values.append(0.0 if values[-len(row)] != NON_FINITE else 1.0)
-    return _Numbers(loss, norms, means, weights, updates, cosines, zero_rows, columns, np.asarray(values))
