@@ -28,7 +28,7 @@ from gradtracer.training.activations import ActivationCapture, ForwardPass, firs
 from gradtracer.training.audits import Audit, AuditContext
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.held import HeldInputs
-from gradtracer.training.layers import Layer, layers_of, watched_modules
+from gradtracer.training.layers import Layer, layers_of, source_of, watched_modules
 from gradtracer.training.readings import HostCopy, Numbers, OpenStep
 from gradtracer.training.schedule import Schedule
 
@@ -292,7 +292,10 @@ class Capture:
     # ------------------------------------------------------------------ audits
 
     def _report(self, birth: nonfinite.Birth) -> None:
-        self._sink.add_observation(birth.origin)
+        origin = birth.origin
+        if origin.where == "loss" and self._loss_fn is not None and (source := source_of(self._loss_fn)) is not None:
+            origin = origin.model_copy(update={"source": source})
+        self._sink.add_observation(origin)
         if birth.fault is not None:
             self._sink.add_observation(birth.fault)
 

@@ -102,8 +102,9 @@ class FlowTracker:
         track_interval: Steps between samples of the heavier statistics (update ratios, activations). Losses and
             gradient norms are read at every step.
         run_name: What the run is called; by default the name of the script.
-        loss_fn: The loss function, to tell where it stands in the source.
-        replay: A callable that computes the loss of a batch, for trials of fixes on a fork.
+        loss_fn: The loss function: where its expression makes a NaN, the record says where it stands in the source.
+        replay: A callable that computes the loss of a batch. It is kept for trials of fixes on a fork, which come in a
+            later version, and is not called in this one.
         autofix: Whether fixes are applied without being asked for; only ``"off"`` in this version.
         serve: Whether the run can be steered from outside, through a local socket.
         home: Where runs are kept; by default ``GRADTRACER_HOME``, else the user's state folder.
@@ -411,6 +412,8 @@ class FlowTracker:
         self._broken_reason = trace
         HOOKS.remove(self)
         self._capture.activations.disarm()
+        for optimizer in self._capture.optimizers:
+            self._controller.finish_guards(optimizer)  # a fix in force must not leave its rate or a gradient behind
         log.warning(
             "gradtracer stopped recording run %s because of an error of its own; training goes on. Please report:\n%s",
             self.run_id,

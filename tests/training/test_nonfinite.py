@@ -88,3 +88,19 @@ def test_a_non_finite_loss_expression_is_told_from_the_model() -> None:
 def test_a_gradient_that_is_singular_while_the_loss_is_finite_is_backward() -> None:
     origin = _origin("backward")
     assert (origin.where, origin.layer) == ("backward", "third")
+
+
+def test_a_loss_function_that_was_named_is_where_its_nan_is_looked_for() -> None:
+    def log_loss(out: Tensor) -> Tensor:
+        return torch.log(out - out).mean()
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with FlowTracker(model, optimizer, loss_fn=log_loss) as tracker:
+        log_loss(model(torch.ones(4, 4))).backward()
+        optimizer.step()
+    with Journal(tracker.directory) as journal:
+        (origin,) = [o for o in journal.observations() if isinstance(o, NonFiniteOrigin)][:1]
+    assert origin.source is not None
+    assert origin.source.file == __file__
+    assert origin.source.line == log_loss.__code__.co_firstlineno

@@ -319,3 +319,19 @@ def test_a_hanging_step_is_reported_with_its_duration_and_the_place_where_it_han
     assert stall is not None
     assert stall.seconds >= 2.0
     assert "a_data_loader_that_hangs" in stall.stack
+
+
+def test_a_tracker_that_breaks_under_a_fix_leaves_the_users_rate_behind(
+    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FlowTracker(training.model, training.optimizer) as tracker:
+        train(training, tracker, 2)
+        fix(training, tracker, "set_learning_rate", learning_rate=0.5)
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a bug of ours")
+
+        monkeypatch.setattr(tracker._capture, "_after_guards", broken)
+        train(training, tracker, 2)
+        assert training.optimizer.param_groups[0]["lr"] == 0.01
+    caplog.clear()

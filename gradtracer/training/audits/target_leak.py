@@ -129,7 +129,7 @@ class TargetLeak(Audit):
             return
         try:
             seen = _Ahead(context.model, call, match).run()
-        except Exception:
+        except Exception:  # the user's code on a copy may raise anything; then nothing is claimed
             return
         if match.offset == 1 and seen.moved > _MOVED:
             layer = seen.layer
