@@ -12,7 +12,17 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gradtracer.errors import RunDidNotAnswer, RunNotLive, RunRefused
-from gradtracer.records import Intervention, Name, ParameterScalar, Record, RunManifest, Stall, Text, UnixAddress
+from gradtracer.records import (
+    AutofixPolicy,
+    Intervention,
+    Name,
+    ParameterScalar,
+    Record,
+    RunManifest,
+    Stall,
+    Text,
+    UnixAddress,
+)
 
 MAX_LINE_BYTES = 1 << 20
 PROTOCOL_VERSION = 1
@@ -30,13 +40,34 @@ class FlushRequest(Record):
     kind: Literal["flush"] = "flush"
 
 
-class FixRequest(Record):
-    """Preview or apply a fix at the next step boundary."""
+class Candidate(Record):
+    """A fix with its parameters, as a trial compares them."""
+
+    fix: Name
+    parameters: dict[str, ParameterScalar] = Field(default_factory=dict)
+    rollback_first: bool = Field(
+        default=False, description="Restore the newest snapshot from before the trouble, then apply."
+    )
+
+
+MAX_TRIAL_STEPS = 200
+
+
+class FixRequest(Candidate):
+    """Preview, try or apply a fix at the next step boundary."""
 
     kind: Literal["fix"] = "fix"
-    fix: Name
-    mode: Literal["dry_run", "apply"]
-    parameters: dict[str, ParameterScalar] = Field(default_factory=dict)
+    mode: Literal["dry_run", "trial", "apply"]
+    alternatives: tuple[Candidate, ...] = Field(
+        default=(), max_length=5, description="For a trial: further candidates, ranked with the first."
+    )
+    trial_steps: int = Field(default=20, ge=1, le=MAX_TRIAL_STEPS, description="For a trial: steps of each branch.")
+    seen: int | None = Field(
+        default=None,
+        ge=0,
+        description="How many interventions had changed the run when the requester last looked; where others have "
+        "changed it since, the request is refused.",
+    )
     requester: Name
     reason: Text = ""
     wait_s: float = Field(default=20.0, ge=0, le=50, description="How long to wait for the step boundary.")
@@ -65,8 +96,22 @@ class TrainingRequest(Record):
     wait_s: float = Field(default=20.0, ge=0, le=50)
 
 
+class PolicyRequest(Record):
+    """Change what the run may do by itself, at the next step boundary."""
+
+    kind: Literal["policy"] = "policy"
+    policy: AutofixPolicy
+    requester: Name
+    reason: Text = ""
+    wait_s: float = Field(default=20.0, ge=0, le=50)
+
+
+ActingRequest = FixRequest | RevertRequest | TrainingRequest | PolicyRequest
+"""What changes the run, or asks to."""
+
 Request = Annotated[
-    StatusRequest | FlushRequest | FixRequest | RevertRequest | TrainingRequest, Field(discriminator="kind")
+    StatusRequest | FlushRequest | FixRequest | RevertRequest | TrainingRequest | PolicyRequest,
+    Field(discriminator="kind"),
 ]
 
 
@@ -90,6 +135,8 @@ class LiveStatus(Record):
     active_interventions: tuple[Name, ...] = ()
     pending: int = Field(ge=0, description="Requests that wait for the step boundary.")
     snapshots: tuple[Name, ...] = ()
+    policy: AutofixPolicy = AutofixPolicy()
+    num_changes: int = Field(default=0, ge=0, description="Interventions that have changed the run so far.")
 
 
 class Done(Record):

@@ -15,6 +15,7 @@ import numpy as np
 from gradtracer.candidates import MAX_CANDIDATES, unknown
 from gradtracer.causes import CAUSES
 from gradtracer.control import (
+    ActingRequest,
     ControlClient,
     FixRequest,
     InterventionReply,
@@ -517,9 +518,7 @@ class Workspace:
         with Journal(run.directory) as journal:
             return build_report(run.manifest, Series.from_journal(journal), state)
 
-    def _act(
-        self, run_id: str | None, request: FixRequest | RevertRequest | TrainingRequest, what: str
-    ) -> Intervention:
+    def _act(self, run_id: str | None, request: ActingRequest, what: str) -> Intervention:
         run = find_run(self.home, run_id, to_act=True)
         if run.state is not RunState.RUNNING:
             raise RunNotLive(

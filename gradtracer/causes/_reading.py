@@ -50,10 +50,11 @@ def evidence(
     )
 
 
-def fix(code: str, effect: str, **parameters: ParameterScalar) -> FixSuggestion:
+def fix(code: str, effect: str, *, rollback_first: bool = False, **parameters: ParameterScalar) -> FixSuggestion:
     """A suggestion with its parameters."""
     return FixSuggestion(
         fix=code,
+        rollback_first=rollback_first,
         parameters=tuple(ParameterValue(name=n, value=v) for n, v in parameters.items()),
         expected_effect=effect,
     )

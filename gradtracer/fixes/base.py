@@ -58,6 +58,30 @@ class LiveRun(Protocol):
         """The optimizers seen so far."""
         ...
 
+    @property
+    def grad_scalers(self) -> Sequence[Any]:
+        """The gradient scalers (`torch.amp.GradScaler`) that have scaled a loss so far."""
+        ...
+
+    @property
+    def num_held_batches(self) -> int:
+        """How many captured batches `rehearse` can run on."""
+        ...
+
+    def rehearse(self, num_batches: int) -> int:
+        """Run the forward pass of up to `num_batches` captured steps on the model as it stands now, without gradients.
+
+        Forward hooks that the fix has placed see it. Modules stay in the mode they are in; random states and buffers
+        are as before afterwards.
+
+        Returns:
+            How many were run.
+
+        Raises:
+            BadParameter: If no step could be captured that runs again; the message says what to pass to the tracker.
+        """
+        ...
+
     def around_update(self, before: Callable[[Any], None], after: Callable[[Any], None] | None = None) -> Undo:
         """Call `before(optimizer)` ahead of every optimizer step from now on, and `after(optimizer)` behind it.
 
@@ -102,6 +126,10 @@ class Fix(ABC, Generic[P]):
     safety: ClassVar[Safety]
     standing: ClassVar[bool] = False
     """Whether it stays in force until reverted."""
+    changes_function: ClassVar[bool] = False
+    """Whether the model computes another function while it is in force: then a saved model needs it too."""
+    num_batches: ClassVar[int] = 0
+    """How many captured batches `apply` wants for `LiveRun.rehearse`; the run captures them before it is called."""
     mends: ClassVar[tuple[str, ...]]
     """Codes of the causes that it mends."""
     Parameters: ClassVar[type[FixParameters]] = FixParameters
@@ -151,6 +179,7 @@ class Fix(ABC, Generic[P]):
             description=" ".join((sections[""] + "\n" + sections.get("What", "")).split()),
             safety=cls.safety,
             standing=cls.standing,
+            changes_function=cls.changes_function,
             parameters=tuple(_parameter_info(n, f) for n, f in cls.Parameters.model_fields.items()),
             mends=cls.mends,
         )

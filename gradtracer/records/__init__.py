@@ -14,6 +14,7 @@ from gradtracer.records.answers import (
 from gradtracer.records.base import Answer, Document, LongText, Name, Record, Text, clean, clean_name, finite
 from gradtracer.records.event import Measure, SemanticEvent, Severity
 from gradtracer.records.fix import (
+    AutofixPolicy,
     Change,
     FixInfo,
     Intervention,
@@ -21,7 +22,10 @@ from gradtracer.records.fix import (
     ParameterInfo,
     ParameterScalar,
     ParameterValue,
+    PolicyMode,
     Safety,
+    TrialBranch,
+    TrialResult,
 )
 from gradtracer.records.health import GradientHealth, GradientThresholds
 from gradtracer.records.hypothesis import CausalHypothesis, Diagnosis, Evidence, FixSuggestion, SourceLocation
@@ -52,6 +56,7 @@ __all__ = [
     "Address",
     "Answer",
     "AuditFinding",
+    "AutofixPolicy",
     "CaptureNotice",
     "CausalHypothesis",
     "Change",
@@ -86,6 +91,7 @@ __all__ = [
     "ParameterScalar",
     "ParameterValue",
     "Point",
+    "PolicyMode",
     "RankedSuggestion",
     "Record",
     "ReportAnswer",
@@ -102,6 +108,8 @@ __all__ = [
     "Stall",
     "TcpAddress",
     "Text",
+    "TrialBranch",
+    "TrialResult",
     "UnixAddress",
     "WaitAnswer",
     "clean",

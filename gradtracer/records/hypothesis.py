@@ -35,6 +35,11 @@ class FixSuggestion(Record):
 
     fix: Name = Field(description="Code of a fix, as apply_autofix takes it.")
     parameters: tuple[ParameterValue, ...] = ()
+    rollback_first: bool = Field(
+        default=False,
+        description="Whether the newest snapshot from before the trouble is to be restored first: the weights are "
+        "damaged already.",
+    )
     expected_effect: Text = ""
 
 

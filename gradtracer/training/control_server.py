@@ -30,16 +30,14 @@ from pydantic_core import from_json
 from gradtracer.control import (
     ENVELOPE,
     MAX_LINE_BYTES,
+    ActingRequest,
     Done,
-    FixRequest,
     FlushRequest,
     InterventionReply,
     LiveStatus,
     Refusal,
     Reply,
-    RevertRequest,
     StatusRequest,
-    TrainingRequest,
 )
 from gradtracer.errors import BadParameter, RunUnavailable, UnknownFix, UnknownIntervention
 from gradtracer.records import Address, Intervention, TcpAddress, UnixAddress
@@ -86,7 +84,7 @@ class ControlHandler(Protocol):
         """Make the journal current. Called in a thread where it may block."""
         ...
 
-    def submit(self, request: FixRequest | RevertRequest | TrainingRequest) -> Submission:
+    def submit(self, request: ActingRequest) -> Submission:
         """Queue a request for the training thread. Called in the server's thread: it must return at once."""
         ...
 

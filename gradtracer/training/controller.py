@@ -12,27 +12,28 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from gradtracer.control import (
+    ActingRequest,
     FixRequest,
     InterventionReply,
     LiveStatus,
+    PolicyRequest,
     Reply,
     RevertRequest,
     TrainingRequest,
 )
 from gradtracer.errors import GradtracerError, RunNotLive, RunRefused, UnknownIntervention
-from gradtracer.fixes import Fix, SnapshotInfo, Undo, get_fix
-from gradtracer.records import Intervention, InterventionState, ParameterValue, Severity, Stall
+from gradtracer.fixes import Fix, Undo, get_fix
+from gradtracer.records import Intervention, InterventionState, ParameterValue, Stall
 from gradtracer.training.capture import Capture
 from gradtracer.training.control_server import Submission
+from gradtracer.training.live_run import TrainingRun
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.stack import training_stack
@@ -59,7 +60,7 @@ class TrainingStopped(SystemExit):
 
 @dataclass
 class _Queued:
-    request: FixRequest | RevertRequest | TrainingRequest
+    request: ActingRequest
     intervention: Intervention
     future: Future[Reply]
     parameters: Any = None
@@ -76,17 +77,21 @@ class _Active:
 
 
 class Controller:
-    """The live run as fixes see it (`gradtracer.fixes.LiveRun`), and the control channel's handler.
+    """The control channel's handler, and what it does at step boundaries.
 
     Args:
         run_id: Id of the run.
+        run: The live run, as fixes see it.
         capture: Reads the training.
         recorder: Takes interventions.
         snapshots: Keeps states.
     """
 
-    def __init__(self, run_id: str, capture: Capture, recorder: Recorder, snapshots: SnapshotStore) -> None:
-        self._run_id, self._capture, self._recorder, self._snapshots = run_id, capture, recorder, snapshots
+    def __init__(
+        self, run_id: str, run: TrainingRun, capture: Capture, recorder: Recorder, snapshots: SnapshotStore
+    ) -> None:
+        self._run_id, self._run = run_id, run
+        self._capture, self._recorder, self._snapshots = capture, recorder, snapshots
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._closed = False
@@ -95,77 +100,9 @@ class Controller:
         self._num_interventions = 0
         self._active: dict[str, _Active] = {}
         self._interventions: dict[str, Intervention] = {}
-        self._guards: list[tuple[Callable[[Optimizer], None], Callable[[Optimizer], None] | None]] = []
-        self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._thread_id = threading.get_ident()
         self._last_boundary = time.monotonic()
         self._durations: deque[float] = deque(maxlen=64)
-
-    # ------------------------------------------------------------------ the run, as fixes see it
-
-    @property
-    def step(self) -> int:
-        """The last finished step."""
-        return self._capture.last_step
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model."""
-        return self._capture.model
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers seen so far."""
-        return self._capture.optimizers
-
-    def around_update(
-        self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None] | None = None
-    ) -> Undo:
-        """See `gradtracer.fixes.LiveRun`."""
-        guard = (before, after)
-        self._guards.append(guard)
-        return lambda: self._guards.remove(guard)
-
-    def skip_update(self, optimizer: Optimizer) -> None:
-        """See `gradtracer.fixes.LiveRun`."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    # An optimizer passes over parameters without a gradient; the user's gradient comes back after.
-                    self._left_out.append((parameter, parameter.grad))
-                    parameter.grad = None
-
-    def snapshots(self) -> Sequence[SnapshotInfo]:
-        """See `gradtracer.fixes.LiveRun`."""
-        return self._snapshots.list()
-
-    def take_snapshot(self) -> SnapshotInfo | None:
-        """See `gradtracer.fixes.LiveRun`."""
-        return self._snapshots.take(self.step, healthy=self.first_open_problem_step() is None)
-
-    def restore(self, snapshot: str) -> None:
-        """See `gradtracer.fixes.LiveRun`."""
-        self._snapshots.restore(snapshot)
-
-    def first_open_problem_step(self) -> int | None:
-        """See `gradtracer.fixes.LiveRun`."""
-        self._recorder.flush(1.0)
-        open_problems = [e.step for e in self._recorder.events if e.open and e.severity is not Severity.INFO]
-        return min(open_problems, default=None)
-
-    def run_guards(self, optimizer: Optimizer) -> None:
-        """What comes before an update."""
-        for before, _ in self._guards:
-            before(optimizer)
-
-    def finish_guards(self, optimizer: Optimizer) -> None:
-        """What comes after an update."""
-        for parameter, gradient in self._left_out:
-            parameter.grad = gradient
-        self._left_out.clear()
-        for _, after in reversed(self._guards):
-            if after is not None:
-                after(optimizer)
 
     # ------------------------------------------------------------------ the control channel's thread
 
@@ -191,7 +128,7 @@ class Controller:
         """Write everything captured so far."""
         self._recorder.flush(2.0)
 
-    def submit(self, request: FixRequest | RevertRequest | TrainingRequest) -> Submission:
+    def submit(self, request: ActingRequest) -> Submission:
         """Check a request and queue it for the next step boundary.
 
         Raises:
@@ -220,12 +157,15 @@ class Controller:
         self._put(queued.intervention)
         return Submission(pending=queued.intervention, future=queued.future)
 
-    def _new_intervention(self, request: FixRequest | RevertRequest | TrainingRequest) -> Intervention:
+    def _new_intervention(self, request: ActingRequest) -> Intervention:
         fix, mode, parameters = "", "apply", {}
         if isinstance(request, FixRequest):
             fix, mode, parameters = request.fix, request.mode, request.parameters
         elif isinstance(request, RevertRequest):
             fix, parameters = "revert", {"intervention_id": request.intervention_id}
+        elif isinstance(request, PolicyRequest):
+            fix = "policy"
+            parameters = request.policy.model_dump(mode="json")
         elif request.action == "rollback":
             fix, parameters = "rollback", {"snapshot": request.snapshot}
         else:
@@ -266,7 +206,7 @@ class Controller:
             try:
                 queued.future.set_result(InterventionReply(intervention=self._carry_out(queued)))
             except GradtracerError as error:
-                self._put(_ended(queued.intervention, InterventionState.REFUSED, self.step, str(error)))
+                self._put(_ended(queued.intervention, InterventionState.REFUSED, self._run.step, str(error)))
                 queued.future.set_exception(error)
         self._last_boundary = time.monotonic()
         if self._stop:
@@ -290,6 +230,8 @@ class Controller:
                 done = self._fix(queued.intervention, get_fix(request.fix), queued.parameters, request.mode == "apply")
             elif isinstance(request, RevertRequest):
                 done = self._revert(queued.intervention, request)
+            elif isinstance(request, PolicyRequest):
+                raise RunRefused("policies come with the next commit")
             elif request.action == "rollback":
                 fix = get_fix("rollback")
                 done = self._fix(queued.intervention, fix, fix.parse({"snapshot": request.snapshot}), apply=True)
@@ -300,12 +242,14 @@ class Controller:
         except Exception:
             # A fix that breaks must not take the training with it; the intervention says that it failed.
             log.exception("the fix %s failed", queued.intervention.fix)
-            done = _ended(queued.intervention, InterventionState.FAILED, self.step, "it raised an error, see the log")
+            done = _ended(
+                queued.intervention, InterventionState.FAILED, self._run.step, "it raised an error, see the log"
+            )
         self._put(done)
         return done
 
     def _fix(self, asked: Intervention, fix: Fix[Any], parameters: Any, apply: bool) -> Intervention:
-        changes = tuple(fix.preview(self, parameters))
+        changes = tuple(fix.preview(self._run, parameters))
         if not apply:
             return asked.model_copy(
                 update={
@@ -314,22 +258,22 @@ class Controller:
                     "outcome": "nothing was changed; mode='apply' does it",
                 }
             )
-        saved = self.take_snapshot()
-        undo = fix.apply(self, parameters)
-        before = self._recent_losses(self.step)
+        saved = self._run.take_snapshot()
+        undo = fix.apply(self._run, parameters)
+        before = self._recent_losses(self._run.step)
         median = statistics.median(before) if before else None
         noise = statistics.median(abs(x - median) for x in before) if median is not None else 0.0
         done = asked.model_copy(
             update={
                 "state": InterventionState.APPLIED,
                 "changes": changes,
-                "applied_step": self.step,
+                "applied_step": self._run.step,
                 "loss_before": median,
                 "snapshot": saved.name if saved else None,
                 "outcome": f"in force; watched for {WATCH_STEPS} steps, taken back by itself if the loss gets worse",
             }
         )
-        self._active[done.id] = _Active(done, undo, self.step + WATCH_STEPS, noise)
+        self._active[done.id] = _Active(done, undo, self._run.step + WATCH_STEPS, noise)
         return done
 
     def _revert(self, asked: Intervention, request: RevertRequest) -> Intervention:
@@ -340,34 +284,36 @@ class Controller:
         active.undo()
         del self._active[request.intervention_id]
         self._put(
-            _ended(active.intervention, InterventionState.REVERTED, self.step, f"taken back by {request.requester}")
+            _ended(
+                active.intervention, InterventionState.REVERTED, self._run.step, f"taken back by {request.requester}"
+            )
         )
-        return _ended(asked, InterventionState.KEPT, self.step, f"{request.intervention_id} was taken back")
+        return _ended(asked, InterventionState.KEPT, self._run.step, f"{request.intervention_id} was taken back")
 
     def _training(self, asked: Intervention, request: TrainingRequest) -> Intervention:
         if request.action == "pause":
             if self._paused is not None:
                 raise RunRefused("the training is paused already; control_training resume lets it go on")
             self._paused = asked.model_copy(
-                update={"state": InterventionState.APPLIED, "applied_step": self.step, "outcome": "paused"}
+                update={"state": InterventionState.APPLIED, "applied_step": self._run.step, "outcome": "paused"}
             )
             return self._paused
         if request.action == "resume":
             if self._paused is None:
                 raise RunRefused("the training is not paused")
-            self._put(_ended(self._paused, InterventionState.REVERTED, self.step, "resumed"))
+            self._put(_ended(self._paused, InterventionState.REVERTED, self._run.step, "resumed"))
             self._paused = None
-            return _ended(asked, InterventionState.KEPT, self.step, "resumed")
-        saved = self.take_snapshot()
+            return _ended(asked, InterventionState.KEPT, self._run.step, "resumed")
+        saved = self._run.take_snapshot()
         if request.action == "checkpoint":
             if saved is None:
                 raise RunRefused("the state holds a non-finite number, so it is not saved")
             path = self._snapshots.path(saved.name)
-            done = _ended(asked, InterventionState.KEPT, self.step, f"saved as {saved.name}: {os.fspath(path)}")
+            done = _ended(asked, InterventionState.KEPT, self._run.step, f"saved as {saved.name}: {os.fspath(path)}")
         else:
             self._stop, self._paused = True, None
             name = saved.name if saved else "nothing, since the state is not finite"
-            done = _ended(asked, InterventionState.KEPT, self.step, f"stopped after this step; saved {name}")
+            done = _ended(asked, InterventionState.KEPT, self._run.step, f"stopped after this step; saved {name}")
         return done.model_copy(update={"snapshot": saved.name if saved else None})
 
     def _watch(self, step: int) -> None:

@@ -41,6 +41,8 @@ class _Hooks:
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         self._unscaled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.scalers: list[torch.amp.GradScaler] = []
+        """Gradient scalers that have scaled a loss since the first listener came."""
 
     def add(self, listener: TrainingListener) -> None:
         with self._lock:
@@ -85,6 +87,7 @@ class _Hooks:
         if torch.amp.GradScaler.scale is self._our_scale:
             torch.amp.GradScaler.scale = self._scale  # type: ignore[method-assign]
         self._unscaled.clear()
+        self.scalers.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         has_closure = _has_closure(args, kwargs)
@@ -113,6 +116,8 @@ class _Hooks:
 
     def _run_scale(self, scaler: Any, outputs: Any) -> Any:
         scaled = self._scale(scaler, outputs)
+        if not any(scaler is known for known in self.scalers):
+            self.scalers.append(scaler)
         if isinstance(outputs, torch.Tensor):
             # The scaled tensor is kept so that its id stays its own; a loss that never runs backward is dropped later.
             self._unscaled[id(scaled)] = (scaled, outputs.detach())

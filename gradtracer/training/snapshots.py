@@ -1,42 +1,44 @@
-"""Saved states of a training: parameters, buffers, optimizers and random states, restored bit for bit.
+"""Saved states of a training, in memory within a budget and on disk beyond it, restored bit for bit.
 
-A snapshot is copied in the training thread (a memory copy) and written by a thread of its own, so the training does
-not wait for the disk. Files are read with ``weights_only=True``: they hold tensors and plain values, no code.
+A snapshot is copied in the training thread (a memory copy); where it goes to disk, a thread of its own writes it, so
+the training does not wait. Files are read with ``weights_only=True``: they hold tensors and plain values, no code. What
+schedulers and loaders say of their state may be anything, so it never leaves memory.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import random
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes import SnapshotInfo
+from gradtracer.training.state import State, TrainingState
 
 _MAX_PERIODIC, _MAX_ASKED_FOR = 3, 5
 _SHARE_OF_TIME = 1 / 200
 _MIN_INTERVAL_S = 1.0
 PERIODIC_BYTES = 1 << 30
 """A larger state is saved on request and before interventions only: three of them would fill a disk unasked."""
+MEMORY_BYTES = 256 << 20
+"""What all snapshots together may take in memory; older ones go to disk first."""
 
 
 @dataclass
 class _Snapshot:
     info: SnapshotInfo
     periodic: bool
+    num_bytes: int
     path: Path
-    writing: Future[None]
+    state: State | None
+    """None once it is on disk alone."""
+    others: list[object]
+    writing: Future[None] | None = None
 
 
 class SnapshotStore:
@@ -44,23 +46,23 @@ class SnapshotStore:
 
     Args:
         directory: Where the files go; made when the first is written.
-        model: The model.
-        optimizers: A live list; optimizers that are found later are saved too.
+        state: Takes and restores the state.
         notify: Told once where the state is too large for periodic snapshots.
         periodic_bytes: The largest state that is saved periodically.
+        memory_bytes: What snapshots may take in memory before they are written to disk.
     """
 
     def __init__(
         self,
         directory: Path,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        state: TrainingState,
         *,
         notify: Callable[[str], None] = lambda message: None,
         periodic_bytes: int = PERIODIC_BYTES,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        self._directory, self._model, self._optimizers = directory, model, optimizers
-        self._notify, self._periodic_bytes = notify, periodic_bytes
+        self._directory, self._state = directory, state
+        self._notify, self._periodic_bytes, self._memory_bytes = notify, periodic_bytes, memory_bytes
         self._periodic = True
         self._kept: list[_Snapshot] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradtracer-snapshots")
@@ -79,7 +81,7 @@ class SnapshotStore:
             and healthy
             and now - self._last_periodic >= max(_MIN_INTERVAL_S, self._cost_s / _SHARE_OF_TIME)
         ):
-            size = self._num_bytes()
+            size = self._state.num_bytes()
             if size > self._periodic_bytes:
                 self._periodic = False
                 self._notify(
@@ -103,34 +105,38 @@ class SnapshotStore:
         Returns:
             None where the state holds a non-finite number: such a state is never saved.
         """
-        if not self._is_finite():
+        if not self._state.is_finite():
             return None
         existing = next((s for s in self._kept if s.info.step == step), None)
-        if existing is not None:
-            existing.periodic &= periodic
+        if existing is not None and periodic:
             return existing.info
+        if existing is not None:
+            self._drop(existing)  # a fix may have changed the state since, at the same boundary
+        if not periodic or not self._kept:
+            self._state.find_schedulers()
+        # Copies leave the device: the memory of a GPU is the training's.
+        state = {"step": step, **self._state.take(device="cpu")}
+        others = state.pop("others")
         name = f"step-{step}"
-        state = {"step": step, **self._state()}
+        size = self._state.num_bytes()
         path = self._directory / f"{name}.pt"
-        snapshot = _Snapshot(
-            SnapshotInfo(name, step, healthy), periodic, path, self._writer.submit(_write, path, state)
-        )
+        snapshot = _Snapshot(SnapshotInfo(name, step, healthy), periodic, size, path, state, others)
         self._kept.append(snapshot)
-        self._drop_oldest(periodic, _MAX_PERIODIC if periodic else _MAX_ASKED_FOR)
+        same = [s for s in self._kept if s.periodic == periodic]
+        for old in same[: max(0, len(same) - (_MAX_PERIODIC if periodic else _MAX_ASKED_FOR))]:
+            self._drop(old)
+        self._spill()
         return snapshot.info
 
     def path(self, name: str) -> Path:
-        """The file of a snapshot, once it is written.
+        """The file of a snapshot; it is written if it was in memory alone.
 
         Raises:
             BadParameter: If there is none of this name.
             OSError: If writing it failed.
         """
-        snapshot = next((s for s in self._kept if s.info.name == name), None)
-        if snapshot is None:
-            kept = ", ".join(s.info.name for s in self._kept) or "none yet"
-            raise BadParameter(f"no snapshot {name[:80]!r}; there are: {kept}")
-        snapshot.writing.result()
+        snapshot = self._find(name)
+        self._write(snapshot).result()
         return snapshot.path
 
     def restore(self, name: str) -> int:
@@ -143,54 +149,51 @@ class SnapshotStore:
             BadParameter: If there is no such snapshot.
             OSError: If it cannot be read; then nothing was changed.
         """
-        state = torch.load(self.path(name), map_location="cpu", weights_only=True)
-        with torch.no_grad():
-            for own, saved in zip(_tensors(self._model), state["tensors"], strict=True):
-                own.copy_(saved)
-            for parameter in self._model.parameters():
-                parameter.grad = None  # of the state that is gone
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=False):
-            optimizer.load_state_dict(saved)
-        for optimizer in self._optimizers[len(state["optimizers"]) :]:
-            optimizer.state.clear()  # it had not stepped yet
-        _set_random_state(state["random"])
-        return int(state["step"])
+        snapshot = self._find(name)
+        state = snapshot.state
+        if state is None:
+            state = torch.load(self.path(name), map_location="cpu", weights_only=True)
+        self._state.restore({**state, "others": snapshot.others})
+        return snapshot.info.step
 
     def close(self) -> None:
-        """Finish writing."""
+        """Write the newest snapshot of a healthy state, so that it outlives the process, and finish writing."""
+        healthy = [s for s in self._kept if s.info.healthy]
+        if healthy:
+            self._write(healthy[-1])
         self._writer.shutdown(wait=True)
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "tensors": [t.detach().to("cpu", copy=True) for t in _tensors(self._model)],
-            "names": [n for n, _ in (*self._model.named_parameters(), *self._model.named_buffers())],
-            "optimizers": [_to_cpu(copy.deepcopy(o.state_dict())) for o in self._optimizers],
-            "random": _random_state(),
-        }
+    def _find(self, name: str) -> _Snapshot:
+        snapshot = next((s for s in self._kept if s.info.name == name), None)
+        if snapshot is None:
+            kept = ", ".join(s.info.name for s in self._kept) or "none yet"
+            raise BadParameter(f"no snapshot {name[:80]!r}; there are: {kept}")
+        return snapshot
 
-    def _num_bytes(self) -> int:
-        state = (v for o in self._optimizers for s in o.state.values() for v in s.values())
-        tensors = [*_tensors(self._model), *(v for v in state if isinstance(v, torch.Tensor))]
-        return sum(t.numel() * t.element_size() for t in tensors)
+    def _write(self, snapshot: _Snapshot) -> Future[None]:
+        if snapshot.writing is None:
+            assert snapshot.state is not None
+            snapshot.writing = self._writer.submit(_write, snapshot.path, snapshot.state)
+        return snapshot.writing
 
-    def _is_finite(self) -> bool:
-        with torch.no_grad():
-            floating = [t.detach() for t in _tensors(self._model) if t.is_floating_point()]
-            # A sum is finite only where every element is (an overflow errs on the careful side).
-            return all(bool(torch.isfinite(t.sum(dtype=torch.float64))) for t in floating)
+    def _spill(self) -> None:
+        """Move the oldest to disk until what is left fits; the newest too, where it does not fit by itself."""
+        in_memory = [s for s in self._kept if s.state is not None]
+        total = sum(s.num_bytes for s in in_memory)
+        for snapshot in in_memory:
+            if total <= self._memory_bytes:
+                break
+            self._write(snapshot)
+            snapshot.state = None
+            total -= snapshot.num_bytes
 
-    def _drop_oldest(self, periodic: bool, keep: int) -> None:
-        same = [s for s in self._kept if s.periodic == periodic]
-        for old in same[: max(0, len(same) - keep)]:
-            self._kept.remove(old)
-            self._writer.submit(_remove, old.path)
+    def _drop(self, snapshot: _Snapshot) -> None:
+        self._kept.remove(snapshot)
+        if snapshot.writing is not None:
+            self._writer.submit(_remove, snapshot.path)
 
 
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _write(path: Path, state: dict[str, Any]) -> None:
+def _write(path: Path, state: State) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -201,39 +204,3 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_to_cpu(v) for v in value]
-    return value
-
-
-def _random_state() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        import numpy as np  # the user may not use it; its global state matters only where somebody imported it
-
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state["numpy"] = [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached]
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if "numpy" in state:
-        import numpy as np
-
-        name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))

@@ -45,9 +45,11 @@ from gradtracer.training.control_server import ControlServer
 from gradtracer.training.controller import Controller, TrainingStopped
 from gradtracer.training.hooks import HOOKS
 from gradtracer.training.layers import describe_model
+from gradtracer.training.live_run import TrainingRun
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.schedule import Schedule
 from gradtracer.training.snapshots import SnapshotStore
+from gradtracer.training.state import TrainingState
 
 log = logging.getLogger("gradtracer")
 
@@ -157,15 +159,15 @@ class FlowTracker:
             self._schedule,
             self._recorder,
             on_step_end=self._on_step_end,
-            on_guards=lambda o: self._controller.run_guards(o),
-            after_guards=lambda o: self._controller.finish_guards(o),
+            on_guards=lambda o: self._run.run_guards(o),
+            after_guards=lambda o: self._run.finish_guards(o),
             audits=all_audits(),
             loss_fn=loss_fn,
         )
-        self._snapshots = SnapshotStore(
-            self.directory / "snapshots", model, self._capture.optimizers, notify=self._put_notice
-        )
-        self._controller = Controller(self.run_id, self._capture, self._recorder, self._snapshots)
+        state = TrainingState(model, self._capture.optimizers, HOOKS.scalers)
+        self._snapshots = SnapshotStore(self.directory / "snapshots", state, notify=self._put_notice)
+        self._run = TrainingRun(self._capture, self._recorder, self._snapshots)
+        self._controller = Controller(self.run_id, self._run, self._capture, self._recorder, self._snapshots)
         self._server = ControlServer(self._controller, self.directory) if serve else None
         if self._server is not None:
             self._server.start()
@@ -413,7 +415,7 @@ class FlowTracker:
         HOOKS.remove(self)
         self._capture.activations.disarm()
         for optimizer in self._capture.optimizers:
-            self._controller.finish_guards(optimizer)  # a fix in force must not leave its rate or a gradient behind
+            self._run.finish_guards(optimizer)  # a fix in force must not leave its rate or a gradient behind
         log.warning(
             "gradtracer stopped recording run %s because of an error of its own; training goes on. Please report:\n%s",
             self.run_id,

@@ -11,6 +11,7 @@ import torch
 
 from gradtracer.errors import BadParameter
 from gradtracer.training.snapshots import SnapshotStore
+from gradtracer.training.state import TrainingState
 from tests.training.models import MODELS, Training, mlp
 
 
@@ -29,7 +30,7 @@ def _everything(training: Training) -> tuple[object, ...]:
 @pytest.mark.parametrize("name", MODELS)
 def test_rolled_back_training_repeats_itself_bit_for_bit(name: str, tmp_path: Path) -> None:
     training = MODELS[name]()
-    store = SnapshotStore(tmp_path, training.model, [training.optimizer])
+    store = SnapshotStore(tmp_path, TrainingState(training.model, [training.optimizer]))
     training.run(7)
     before = _everything(training)
     taken = store.take(6, healthy=True)
@@ -44,7 +45,7 @@ def test_rolled_back_training_repeats_itself_bit_for_bit(name: str, tmp_path: Pa
 
 def test_a_state_with_a_non_finite_number_is_never_saved(tmp_path: Path) -> None:
     training = mlp()
-    store = SnapshotStore(tmp_path, training.model, [training.optimizer])
+    store = SnapshotStore(tmp_path, TrainingState(training.model, [training.optimizer]))
     with torch.no_grad():
         training.model[0].weight[0, 0] = float("inf")
     assert store.take(0, healthy=True) is None
@@ -54,7 +55,7 @@ def test_a_state_with_a_non_finite_number_is_never_saved(tmp_path: Path) -> None
 
 def test_an_unknown_snapshot_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
     training = mlp()
-    store = SnapshotStore(tmp_path, training.model, [training.optimizer])
+    store = SnapshotStore(tmp_path, TrainingState(training.model, [training.optimizer]))
     store.take(3, healthy=True)
     with pytest.raises(BadParameter, match=r"step-9.*step-3"):
         store.restore("step-9")
@@ -64,7 +65,7 @@ def test_an_unknown_snapshot_is_refused_with_the_names_there_are(tmp_path: Path)
 def test_files_are_private_and_the_oldest_asked_for_are_dropped(tmp_path: Path) -> None:
     training = mlp()
     folder = tmp_path / "snapshots"
-    store = SnapshotStore(folder, training.model, [training.optimizer])
+    store = SnapshotStore(folder, TrainingState(training.model, [training.optimizer]), memory_bytes=0)
     for step in range(8):
         training.run(1)
         store.take(step, healthy=True)
@@ -78,7 +79,9 @@ def test_files_are_private_and_the_oldest_asked_for_are_dropped(tmp_path: Path) 
 def test_a_state_over_the_budget_is_saved_on_request_only_and_that_is_told_once(tmp_path: Path) -> None:
     training = mlp()
     told: list[str] = []
-    store = SnapshotStore(tmp_path, training.model, [training.optimizer], notify=told.append, periodic_bytes=1000)
+    store = SnapshotStore(
+        tmp_path, TrainingState(training.model, [training.optimizer]), notify=told.append, periodic_bytes=1000
+    )
     for step in range(3):
         training.run(1)
         store.take_if_due(step, healthy=True)
@@ -91,7 +94,7 @@ def test_a_state_over_the_budget_is_saved_on_request_only_and_that_is_told_once(
 
 def test_a_periodic_snapshot_is_taken_of_a_healthy_run_and_not_of_an_unhealthy_one(tmp_path: Path) -> None:
     training = mlp()
-    store = SnapshotStore(tmp_path, training.model, [training.optimizer])
+    store = SnapshotStore(tmp_path, TrainingState(training.model, [training.optimizer]))
     store.take_if_due(0, healthy=False)
     assert store.list() == []
     store.take_if_due(1, healthy=True)
