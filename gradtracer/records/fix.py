@@ -71,6 +71,7 @@ class TrialBranch(Record):
 
     fix: Name = Field(description="Code of the fix; `control` for the untouched branch.")
     parameters: tuple[ParameterValue, ...] = ()
+    rollback_first: bool = Field(default=False, description="Whether a snapshot was restored before the fix.")
     losses: tuple[float | None, ...] = Field(default=(), description="Loss by step; null where it was not finite.")
     grad_norms: tuple[float | None, ...] = Field(
         default=(), description="Norm of the gradient by step; null where it was not finite."
@@ -120,6 +121,7 @@ class InterventionState(str, Enum):
 
     PENDING = "pending"
     PREVIEWED = "previewed"
+    TRIED = "tried"
     APPLIED = "applied"
     KEPT = "kept"
     REVERTED = "reverted"

@@ -12,9 +12,9 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,21 +29,22 @@ from gradtracer.control import (
     TrainingRequest,
 )
 from gradtracer.errors import GradtracerError, RunNotLive, RunRefused, UnknownIntervention
-from gradtracer.fixes import Fix, Undo, get_fix
+from gradtracer.fixes import Undo
 from gradtracer.records import Intervention, InterventionState, ParameterValue, Stall
 from gradtracer.training.capture import Capture
 from gradtracer.training.control_server import Submission
-from gradtracer.training.live_run import TrainingRun
+from gradtracer.training.live_run import REPLAY_BATCHES, TrainingRun
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.stack import training_stack
+from gradtracer.training.trial import Plan
+from gradtracer.training.watch import Watch
 
 log = logging.getLogger("gradtracer")
 
-WATCH_STEPS = 50
-"""Losses compared before and after an intervention: the median of 50 has a standard error of 1.25 / sqrt(50), under a
-fifth of the losses' own spread."""
-_WORSE_DEVIATIONS = 4.0
+_LOSSES_BEFORE = 50
+_BATCHES_LAST_STEPS = 100
+"""Recorded batches are used again for this long: later ones say more about the training as it is then."""
 _STALL_FACTOR, _STALL_AT_LEAST_S = 20.0, 2.0
 
 
@@ -63,7 +64,7 @@ class _Queued:
     request: ActingRequest
     intervention: Intervention
     future: Future[Reply]
-    parameters: Any = None
+    plans: tuple[Plan, ...] = ()
 
 
 @dataclass
@@ -72,8 +73,8 @@ class _Active:
 
     intervention: Intervention
     undo: Undo
-    watch_until: int | None
-    noise: float = 0.0
+    watch: Watch | None
+    """None once it is over."""
 
 
 class Controller:
@@ -97,6 +98,7 @@ class Controller:
         self._closed = False
         self._paused: Intervention | None = None
         self._stop = False
+        self._collected_at, self._collected_for = -1, None
         self._num_interventions = 0
         self._active: dict[str, _Active] = {}
         self._interventions: dict[str, Intervention] = {}
@@ -143,7 +145,10 @@ class Controller:
                 "this training runs on several ranks, and a change on one of them would drive the replicas apart; "
                 "steering of distributed runs is not available in this version"
             )
-        parameters = get_fix(request.fix).parse(request.parameters) if isinstance(request, FixRequest) else None
+        plans: tuple[Plan, ...] = ()
+        if isinstance(request, FixRequest):
+            wanted = (request, *request.alternatives)
+            plans = tuple(Plan.parse(c.fix, c.parameters, c.rollback_first) for c in wanted)
         if isinstance(request, RevertRequest) and request.intervention_id not in self._interventions:
             known = ", ".join(self._interventions) or "none yet"
             raise UnknownIntervention(f"no intervention {request.intervention_id!r}; there are: {known}")
@@ -151,7 +156,7 @@ class Controller:
             if self._closed:
                 raise RunNotLive("the training has ended")
             self._num_interventions += 1
-            queued = _Queued(request, self._new_intervention(request), Future(), parameters)
+            queued = _Queued(request, self._new_intervention(request), Future(), plans)
             self._queue.append(queued)
             self._wake.notify()
         self._put(queued.intervention)
@@ -194,6 +199,7 @@ class Controller:
         self._thread_id = threading.get_ident()
         self._durations.append(now - self._last_boundary)
         self._last_boundary = now
+        self._run.collector.at_boundary()
         self._watch(step)
         self._snapshots.take_if_due(step, healthy=self._recorder.num_open_warnings == 0)
         while self._queue or self._paused is not None:
@@ -202,6 +208,9 @@ class Controller:
                     self._wake.wait()
                 queued = self._queue.popleft() if self._queue else None
             if queued is None:
+                break
+            if self._wants_batches(queued):
+                self._queue.appendleft(queued)
                 break
             try:
                 queued.future.set_result(InterventionReply(intervention=self._carry_out(queued)))
@@ -227,14 +236,13 @@ class Controller:
         request = queued.request
         try:
             if isinstance(request, FixRequest):
-                done = self._fix(queued.intervention, get_fix(request.fix), queued.parameters, request.mode == "apply")
+                done = self._fix(queued.intervention, request, queued.plans)
             elif isinstance(request, RevertRequest):
                 done = self._revert(queued.intervention, request)
             elif isinstance(request, PolicyRequest):
                 raise RunRefused("policies come with the next commit")
             elif request.action == "rollback":
-                fix = get_fix("rollback")
-                done = self._fix(queued.intervention, fix, fix.parse({"snapshot": request.snapshot}), apply=True)
+                done = self._apply(queued.intervention, Plan.parse("rollback", {"snapshot": request.snapshot}))
             else:
                 done = self._training(queued.intervention, request)
         except GradtracerError:
@@ -248,32 +256,68 @@ class Controller:
         self._put(done)
         return done
 
-    def _fix(self, asked: Intervention, fix: Fix[Any], parameters: Any, apply: bool) -> Intervention:
-        changes = tuple(fix.preview(self._run, parameters))
-        if not apply:
+    def _wants_batches(self, queued: _Queued) -> bool:
+        """Whether the request waits for steps to be recorded; begins to record them where it does."""
+        request, run = queued.request, self._run
+        if not isinstance(request, FixRequest) or request.mode == "dry_run" or run.replays:
+            return False
+        wanted = max(plan.fix.num_batches for plan in queued.plans)
+        if request.mode == "trial":
+            wanted = max(wanted, min(REPLAY_BATCHES, request.trial_steps))
+        collector = run.collector
+        if wanted == 0 or collector.trouble is not None or self._paused is not None:
+            return False
+        if collector.is_collecting:
+            return True
+        if len(collector.tapes) >= wanted and run.step - self._collected_at <= _BATCHES_LAST_STEPS:
+            return False
+        if queued is self._collected_for:
+            return False  # fewer fit than were wanted; it has to do with them
+        collector.want(wanted)
+        self._collected_at, self._collected_for = run.step + wanted, queued
+        return True
+
+    def _fix(self, asked: Intervention, request: FixRequest, plans: Sequence[Plan]) -> Intervention:
+        if request.mode == "trial":
+            result = self._run.try_out(plans, request.trial_steps)
             return asked.model_copy(
                 update={
-                    "state": InterventionState.PREVIEWED,
-                    "changes": changes,
-                    "outcome": "nothing was changed; mode='apply' does it",
+                    "state": InterventionState.TRIED,
+                    "trial": result,
+                    "ended_step": self._run.step,
+                    "outcome": f"{result.conclusion} The run itself was not changed.",
                 }
             )
+        if request.mode == "apply":
+            return self._apply(asked, plans[0])
+        changes = tuple(plans[0].fix.preview(self._run, plans[0].parameters))
+        return asked.model_copy(
+            update={
+                "state": InterventionState.PREVIEWED,
+                "changes": changes,
+                "outcome": "nothing was changed; mode='apply' does it",
+            }
+        )
+
+    def _apply(self, asked: Intervention, plan: Plan) -> Intervention:
+        changes = tuple(plan.fix.preview(self._run, plan.parameters))
+        rolled_back_to = self._run.snapshot_before_trouble().name if plan.rollback_first else None
         saved = self._run.take_snapshot()
-        undo = fix.apply(self._run, parameters)
-        before = self._recent_losses(self._run.step)
-        median = statistics.median(before) if before else None
-        noise = statistics.median(abs(x - median) for x in before) if median is not None else 0.0
+        undo = self._run.carry_out(plan)
+        watch = Watch.after(self._recent_losses(self._run.step))
         done = asked.model_copy(
             update={
                 "state": InterventionState.APPLIED,
                 "changes": changes,
                 "applied_step": self._run.step,
-                "loss_before": median,
+                "loss_before": watch.loss,
                 "snapshot": saved.name if saved else None,
-                "outcome": f"in force; watched for {WATCH_STEPS} steps, taken back by itself if the loss gets worse",
+                "rolled_back_to": rolled_back_to,
+                "outcome": f"in force; watched for {watch.num_steps} steps, taken back by itself if the loss gets "
+                "worse",
             }
         )
-        self._active[done.id] = _Active(done, undo, self._run.step + WATCH_STEPS, noise)
+        self._active[done.id] = _Active(done, undo, watch)
         return done
 
     def _revert(self, asked: Intervention, request: RevertRequest) -> Intervention:
@@ -318,18 +362,18 @@ class Controller:
 
     def _watch(self, step: int) -> None:
         for active in list(self._active.values()):
-            if active.watch_until is None or step < active.watch_until:
-                continue
-            active.watch_until = None
-            applied, before = active.intervention.applied_step, active.intervention.loss_before
+            applied = active.intervention.applied_step
             assert applied is not None
-            after = [x for s, x in self._capture.recent_losses if s >= applied]
+            if active.watch is None or step < applied + active.watch.num_steps:
+                continue
+            watch, active.watch = active.watch, None
+            after = [x for s, x in self._capture.recent_losses if s > applied]
             finite = [x for x in after if x < float("inf")]
             median = statistics.median(finite) if finite else None
             watched = active.intervention.model_copy(update={"loss_after": median})
-            verdict = _verdict(before, median, active.noise, len(after) - len(finite))
+            verdict = watch.worse(after)
             if verdict is None:
-                active.intervention = _ended(watched, InterventionState.KEPT, step, _kept(before, median))
+                active.intervention = _ended(watched, InterventionState.KEPT, step, _kept(watch.loss, median))
                 self._put(active.intervention)
                 continue
             del self._active[active.intervention.id]
@@ -343,9 +387,9 @@ class Controller:
                 continue
             self._put(_ended(watched, InterventionState.REVERTED, step, f"taken back by itself: {verdict}"))
 
-    def _recent_losses(self, before_step: int) -> list[float]:
-        recent = [x for s, x in self._capture.recent_losses if s < before_step and x < float("inf")]
-        return recent[-WATCH_STEPS:]
+    def _recent_losses(self, until_step: int) -> list[float]:
+        recent = [x for s, x in self._capture.recent_losses if s <= until_step and x < float("inf")]
+        return recent[-_LOSSES_BEFORE:]
 
     def _put(self, intervention: Intervention) -> None:
         self._interventions[intervention.id] = intervention
@@ -359,15 +403,6 @@ def _num_ranks() -> int:
 
 def _ended(intervention: Intervention, state: InterventionState, step: int | None, outcome: str) -> Intervention:
     return intervention.model_copy(update={"state": state, "ended_step": step, "outcome": outcome})
-
-
-def _verdict(before: float | None, after: float | None, noise: float, num_non_finite: int) -> str | None:
-    """Why an intervention made things worse; None where it did not."""
-    if after is None:
-        return f"the loss was not finite in all {num_non_finite} steps after it"
-    if before is not None and after > before + _WORSE_DEVIATIONS * max(noise, 1e-3 * abs(before)):
-        return f"the median loss rose from {before:.4g} to {after:.4g}"
-    return None
 
 
 def _kept(before: float | None, after: float | None) -> str:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes import SnapshotInfo, Undo
-from gradtracer.records import Severity
+from gradtracer.records import Severity, TrialResult
+from gradtracer.training import statistics
 from gradtracer.training.capture import Capture
 from gradtracer.training.hooks import HOOKS
 from gradtracer.training.recorder import Recorder
+from gradtracer.training.rehearsal import BatchCollector, Rehearsal, TapedRehearsal, UserRehearsal
 from gradtracer.training.snapshots import SnapshotStore
+from gradtracer.training.state import TrainingState, random_states, set_random_states
+from gradtracer.training.trial import Plan, Trial
+
+T = TypeVar("T")
+
+REPLAY_BATCHES = 8
+"""Different batches that are asked of the user's `replay`, and recorded without it: their spread gives a standard
+error, and so few fit into memory."""
 
 
 class TrainingRun:
@@ -23,10 +34,24 @@ class TrainingRun:
         capture: Reads the training.
         recorder: Knows the events.
         store: Keeps snapshots.
+        state: Takes and restores the state of the training.
+        replay: Computes the loss of a batch, where the user gave it; see `gradtracer.training.rehearsal.UserRehearsal`.
     """
 
-    def __init__(self, capture: Capture, recorder: Recorder, store: SnapshotStore) -> None:
-        self._capture, self._recorder, self._store = capture, recorder, store
+    def __init__(
+        self,
+        capture: Capture,
+        recorder: Recorder,
+        store: SnapshotStore,
+        state: TrainingState,
+        replay: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self._capture, self._recorder, self._store, self._state = capture, recorder, store, state
+        self._replay = replay
+        self.collector = BatchCollector(capture.model, state, self.undisturbed)
+        self.is_rehearsing = False
+        """Whether what runs now is no step of the user's: nothing of it is recorded, and fixes still act on it."""
+        self._rehearsed_norms: list[float] = []
         self._guards: list[tuple[Callable[[Optimizer], None], Callable[[Optimizer], None] | None]] = []
         self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -51,13 +76,97 @@ class TrainingRun:
         return HOOKS.scalers
 
     @property
+    def replays(self) -> bool:
+        """Whether the user gave a way to compute the loss of a batch, so that no step need be recorded."""
+        return self._replay is not None
+
+    @property
     def num_held_batches(self) -> int:
         """See `gradtracer.fixes.LiveRun`."""
-        return 0
+        return REPLAY_BATCHES if self._replay is not None else len(self.collector.tapes)
+
+    @property
+    def rehearsal(self) -> Rehearsal:
+        """The batches at hand.
+
+        Raises:
+            BadParameter: If there are none; the message says what to pass.
+        """
+        if self._replay is not None:
+            return UserRehearsal(self._replay, self.optimizers, REPLAY_BATCHES)
+        if not self.collector.tapes:
+            why = self.collector.trouble or "none was recorded yet"
+            raise BadParameter(
+                f"no step of this training can be run again: {why}. Pass replay= to FlowTracker: a callable that "
+                "computes the loss of batch i on the tracked model, the same batch for the same i"
+            )
+        return TapedRehearsal(self.collector.tapes)
 
     def rehearse(self, num_batches: int) -> int:
         """See `gradtracer.fixes.LiveRun`."""
-        raise BadParameter("no step was captured that could run again")
+        rehearsal = self.rehearsal
+        chosen = range(min(num_batches, rehearsal.num_batches))
+
+        def run() -> None:
+            buffers = [(b, b.clone()) for b in self.model.buffers()]
+            random_state = random_states()
+            try:
+                for i in chosen:
+                    rehearsal.forward(i)
+            finally:
+                set_random_states(random_state)
+                with torch.no_grad():
+                    for buffer, old in buffers:
+                        buffer.copy_(old)
+
+        self.undisturbed(run)
+        return len(chosen)
+
+    def try_out(self, plans: Sequence[Plan], num_steps: int) -> TrialResult:
+        """Try fixes on a fork of the live state; see `gradtracer.training.trial.Trial`.
+
+        Raises:
+            BadParameter: If no step can be run again.
+            RunRefused: If it would not fit.
+        """
+        trial = Trial(self._state, self.rehearsal, self.carry_out, self._take_rehearsed_norms)
+        return self.undisturbed(lambda: trial.run(plans, num_steps))
+
+    def carry_out(self, plan: Plan) -> Undo:
+        """Apply a fix, from the newest snapshot before the trouble where the plan says so.
+
+        Raises:
+            BadParameter: If it cannot be applied, or there is no such snapshot; then nothing was changed.
+        """
+        if plan.rollback_first:
+            plan.fix.preview(self, plan.parameters)
+            self.restore(self.snapshot_before_trouble().name)
+        return plan.fix.apply(self, plan.parameters)
+
+    def snapshot_before_trouble(self) -> SnapshotInfo:
+        """The newest healthy snapshot from before the first open problem.
+
+        Raises:
+            BadParameter: If there is none.
+        """
+        trouble = self.first_open_problem_step()
+        healthy = [s for s in self.snapshots() if s.healthy and (trouble is None or s.step < trouble)]
+        if not healthy:
+            raise BadParameter("no snapshot was taken before the trouble began, so there is nothing to roll back to")
+        return healthy[-1]
+
+    def undisturbed(self, run: Callable[[], T]) -> T:
+        """Run something that is no part of the user's training; in the training thread, at a step boundary."""
+        self.is_rehearsing = True
+        try:
+            with torch.enable_grad():  # the boundary may lie within an optimizer's step
+                return run()
+        finally:
+            self.is_rehearsing = False
+
+    def _take_rehearsed_norms(self) -> list[float]:
+        norms, self._rehearsed_norms = self._rehearsed_norms, []
+        return norms
 
     def around_update(
         self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None] | None = None
@@ -82,6 +191,8 @@ class TrainingRun:
 
     def take_snapshot(self) -> SnapshotInfo | None:
         """See `gradtracer.fixes.LiveRun`."""
+        if self.is_rehearsing:
+            return None  # what a branch of a trial comes to is not kept
         return self._store.take(self.step, healthy=self.first_open_problem_step() is None)
 
     def restore(self, snapshot: str) -> None:
@@ -96,6 +207,12 @@ class TrainingRun:
 
     def run_guards(self, optimizer: Optimizer) -> None:
         """What comes before an update."""
+        if self.is_rehearsing:
+            with torch.no_grad():
+                held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                self._rehearsed_norms.append(
+                    float(statistics.norms([statistics.gradient_values(g) for g in held]).norm())
+                )
         for before, _ in self._guards:
             before(optimizer)
 

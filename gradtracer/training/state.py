@@ -62,7 +62,7 @@ class TrainingState:
                 "training": [module.training for module in self._model.modules()],
                 "optimizers": [_optimizer_state(o, keys, device) for o in self._optimizers],
                 "others": [copy.deepcopy(x.state_dict()) for x in self._stateful()],
-                "random": _random_state(),
+                "random": random_states(),
             }
             if gradients:
                 state["gradients"] = {
@@ -96,7 +96,12 @@ class TrainingState:
                 optimizer.state.clear()
         for thing, saved in zip(self._stateful(), state["others"], strict=False):
             thing.load_state_dict(copy.deepcopy(saved))
-        _set_random_state(state["random"])
+        set_random_states(state["random"])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(iter(self._tensors().values())).device
 
     def num_bytes(self) -> int:
         """Size of the tensors of a state, without gradients."""
@@ -187,7 +192,8 @@ def _copied(value: Any, device: torch.device | str | None) -> Any:
     return copy.deepcopy(value)
 
 
-def _random_state() -> State:
+def random_states() -> State:
+    """The random states of torch, CUDA where it is in use, Python, and numpy where it was imported."""
     version, internal, gauss = random.getstate()
     state: State = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -200,7 +206,8 @@ def _random_state() -> State:
     return state
 
 
-def _set_random_state(state: State) -> None:
+def set_random_states(state: State) -> None:
+    """Put back what `random_states` gave."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

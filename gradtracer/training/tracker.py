@@ -166,7 +166,7 @@ class FlowTracker:
         )
         state = TrainingState(model, self._capture.optimizers, HOOKS.scalers)
         self._snapshots = SnapshotStore(self.directory / "snapshots", state, notify=self._put_notice)
-        self._run = TrainingRun(self._capture, self._recorder, self._snapshots)
+        self._run = TrainingRun(self._capture, self._recorder, self._snapshots, state, replay)
         self._controller = Controller(self.run_id, self._run, self._capture, self._recorder, self._snapshots)
         self._server = ControlServer(self._controller, self.directory) if serve else None
         if self._server is not None:
@@ -303,32 +303,50 @@ class FlowTracker:
     @_harmless
     def on_backward(self, loss: Tensor, unscaled: Tensor) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
-        self._capture.on_backward(loss, unscaled)
+        if self._run.is_rehearsing:
+            return
+        recorder = self._run.collector.recorder
+        recorder.on_backward(loss, unscaled)
+        with recorder.aside():
+            self._capture.on_backward(loss, unscaled)
 
     @_harmless
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
-        self._capture.on_backward_done()
+        if not self._run.is_rehearsing:
+            with self._run.collector.recorder.aside():
+                self._capture.on_backward_done()
 
     @_harmless
     def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
+        if self._run.is_rehearsing:
+            self._run.run_guards(optimizer)
+            return
+        self._run.collector.recorder.on_update(optimizer, has_closure)
         self._capture.on_update(optimizer, has_closure)
 
     @_harmless
     def on_updated(self, optimizer: Optimizer, has_closure: bool) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
-        self._capture.on_updated(optimizer, has_closure)
+        if self._run.is_rehearsing:
+            self._run.finish_guards(optimizer)
+            return
+        self._run.collector.recorder.on_updated()
+        with self._run.collector.recorder.aside():
+            self._capture.on_updated(optimizer, has_closure)
 
     # ------------------------------------------------------------------ inside
 
     @_harmless
     def _mark(self, loss: float | Tensor | None) -> None:
-        if not self._closed:
-            self._capture.mark_step(loss)
+        if not self._closed and not self._run.is_rehearsing:
+            with self._run.collector.recorder.aside():
+                self._capture.mark_step(loss)
 
     @_harmless
     def _finish_capture(self) -> None:
+        self._run.collector.release()
         self._capture.close()
         self._describe_optimizers(self._capture.last_step)
 
@@ -413,6 +431,7 @@ class FlowTracker:
         self._broken = True
         self._broken_reason = trace
         HOOKS.remove(self)
+        self._run.collector.release()
         self._capture.activations.disarm()
         for optimizer in self._capture.optimizers:
             self._run.finish_guards(optimizer)  # a fix in force must not leave its rate or a gradient behind

@@ -22,7 +22,7 @@ from gradtracer.control import (
 from gradtracer.home import read_manifest
 from gradtracer.journal import Journal
 from gradtracer.records import Intervention, InterventionState
-from gradtracer.training.controller import WATCH_STEPS
+from gradtracer.training.watch import MAX_STEPS
 from tests.deadline import wait_until
 from tests.training.models import Training, mlp
 from tests.training.steering import ask, fix, refused, revert, train
@@ -161,7 +161,7 @@ def test_a_fix_that_makes_the_loss_worse_is_taken_back_by_itself_with_the_weight
     with FlowTracker(training.model, training.optimizer) as tracker:
         losses = train(training, tracker, 300)
         applied = fix(training, tracker, "set_learning_rate", learning_rate=9.0)
-        train(training, tracker, WATCH_STEPS + 1)
+        train(training, tracker, MAX_STEPS + 1)
         found = _journal(tracker)[applied.id]
         assert found.state is InterventionState.REVERTED
         assert "taken back by itself" in found.outcome
@@ -172,7 +172,7 @@ def test_a_fix_that_does_no_harm_is_kept_and_says_what_the_loss_did(training: Tr
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 100)
         applied = fix(training, tracker, "clip_grad_norm", max_norm=1.0)
-        train(training, tracker, WATCH_STEPS + 1)
+        train(training, tracker, MAX_STEPS + 1)
         found = _journal(tracker)[applied.id]
         assert found.state is InterventionState.KEPT
         assert found.loss_before is not None
