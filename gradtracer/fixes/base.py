@@ -128,6 +128,9 @@ class Fix(ABC, Generic[P]):
     """Whether it stays in force until reverted."""
     changes_function: ClassVar[bool] = False
     """Whether the model computes another function while it is in force: then a saved model needs it too."""
+    shows_in_loss: ClassVar[bool] = True
+    """Whether its effect shows in the training loss within some steps. Where it does not (a mask, a running statistic),
+    a trial can show that it does no harm, and no more."""
     num_batches: ClassVar[int] = 0
     """How many captured batches `apply` wants for `LiveRun.rehearse`; the run captures them before it is called."""
     mends: ClassVar[tuple[str, ...]]

@@ -50,7 +50,6 @@ class SkipNonfiniteStep(Fix[FixParameters]):
 
     def apply(self, run: LiveRun, parameters: FixParameters) -> Undo:
         """Check from the next update on."""
-        import torch
 
         self.preview(run, parameters)
 
@@ -61,7 +60,16 @@ class SkipNonfiniteStep(Fix[FixParameters]):
                 for p in group["params"]
                 if p.grad is not None
             ]
-            if not all(bool(torch.isfinite(g).all()) for g in gradients):
+            if gradients and not _all_finite(gradients):
                 run.skip_update(optimizer)
 
         return run.around_update(before)
+
+
+def _all_finite(gradients: list[Any]) -> bool:
+    """One pass and one number where all is well; element by element where the norm of a large gradient overflows."""
+    import torch
+
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    total = torch.stack([n.to(norms[0].device, torch.float64) for n in norms]).sum()
+    return bool(torch.isfinite(total)) or all(bool(torch.isfinite(g).all()) for g in gradients)

@@ -78,7 +78,7 @@ class TrialBranch(Record):
     )
     num_non_finite: int = Field(default=0, ge=0, description="Steps whose loss or gradient was not finite.")
     final_loss: float | None = Field(
-        default=None, description="Mean loss over the trial's batches at the end, weights standing still."
+        default=None, description="Mean loss over the second half of the steps, each before its update."
     )
     difference: float | None = Field(
         default=None, description="final_loss minus that of the control, on the same batches; negative is better."

@@ -178,6 +178,10 @@ class Capture:
         """Ids of the parameters that the optimizers seen so far hold."""
         return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
 
+    def is_due(self, step: int) -> bool:
+        """Whether the step is one of those that are sampled, as far as is known now."""
+        return self._schedule.is_due(step)
+
     def close(self) -> None:
         """Hand over what is left: the open step if anything happened in it, and what a GPU still holds."""
         if self._open.updated and self.explicit is not True:

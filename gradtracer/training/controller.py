@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -30,10 +30,21 @@ from gradtracer.control import (
 )
 from gradtracer.errors import GradtracerError, RunNotLive, RunRefused, UnknownIntervention
 from gradtracer.fixes import Undo
-from gradtracer.records import Intervention, InterventionState, ParameterValue, Stall
+from gradtracer.records import (
+    AutofixPolicy,
+    CausalHypothesis,
+    Change,
+    Intervention,
+    InterventionState,
+    ParameterValue,
+    PolicyMode,
+    Safety,
+    Stall,
+)
+from gradtracer.training.autofix import Autofix
 from gradtracer.training.capture import Capture
 from gradtracer.training.control_server import Submission
-from gradtracer.training.live_run import REPLAY_BATCHES, TrainingRun
+from gradtracer.training.live_run import TrainingRun
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.stack import training_stack
@@ -43,6 +54,8 @@ from gradtracer.training.watch import Watch
 log = logging.getLogger("gradtracer")
 
 _LOSSES_BEFORE = 50
+_MAX_BATCHES = 32
+"""Steps recorded for a trial at most; a longer one sees them again."""
 _BATCHES_LAST_STEPS = 100
 """Recorded batches are used again for this long: later ones say more about the training as it is then."""
 _STALL_FACTOR, _STALL_AT_LEAST_S = 20.0, 2.0
@@ -86,13 +99,32 @@ class Controller:
         capture: Reads the training.
         recorder: Takes interventions.
         snapshots: Keeps states.
+        policy: What the run may do by itself.
+        diagnose: What the run shows now.
     """
 
     def __init__(
-        self, run_id: str, run: TrainingRun, capture: Capture, recorder: Recorder, snapshots: SnapshotStore
+        self,
+        run_id: str,
+        run: TrainingRun,
+        capture: Capture,
+        recorder: Recorder,
+        snapshots: SnapshotStore,
+        *,
+        policy: AutofixPolicy,
+        diagnose: Callable[[], Sequence[CausalHypothesis]],
     ) -> None:
         self._run_id, self._run = run_id, run
         self._capture, self._recorder, self._snapshots = capture, recorder, snapshots
+        self.policy = policy
+        self._autofix = Autofix(
+            lambda request: self.submit(request).future,
+            diagnose,
+            lambda: recorder.events,
+            lambda intervention_id: (a := self._active.get(intervention_id)) is not None and a.watch is not None,
+            lambda: not run.is_finite,
+            lambda: run.snapshot_before_trouble() is not None,
+        )
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._closed = False
@@ -124,6 +156,7 @@ class Controller:
             active_interventions=tuple(self._active),
             pending=len(self._queue),
             snapshots=tuple(s.name for s in self._snapshots.list()),
+            policy=self.policy,
         )
 
     def flush(self) -> None:
@@ -202,6 +235,10 @@ class Controller:
         self._run.collector.at_boundary()
         self._watch(step)
         self._snapshots.take_if_due(step, healthy=self._recorder.num_open_warnings == 0)
+        if self.policy.mode is not PolicyMode.OFF:
+            if self._capture.is_due(step):
+                self._recorder.flush(1.0)
+            self._autofix.at_boundary(step, self.policy)
         while self._queue or self._paused is not None:
             with self._wake:
                 while not self._queue and self._paused is not None and not self._closed:
@@ -240,7 +277,7 @@ class Controller:
             elif isinstance(request, RevertRequest):
                 done = self._revert(queued.intervention, request)
             elif isinstance(request, PolicyRequest):
-                raise RunRefused("policies come with the next commit")
+                done = self._set_policy(queued.intervention, request.policy)
             elif request.action == "rollback":
                 done = self._apply(queued.intervention, Plan.parse("rollback", {"snapshot": request.snapshot}))
             else:
@@ -263,7 +300,7 @@ class Controller:
             return False
         wanted = max(plan.fix.num_batches for plan in queued.plans)
         if request.mode == "trial":
-            wanted = max(wanted, min(REPLAY_BATCHES, request.trial_steps))
+            wanted = max(wanted, min(_MAX_BATCHES, request.trial_steps))
         collector = run.collector
         if wanted == 0 or collector.trouble is not None or self._paused is not None:
             return False
@@ -301,10 +338,12 @@ class Controller:
 
     def _apply(self, asked: Intervention, plan: Plan) -> Intervention:
         changes = tuple(plan.fix.preview(self._run, plan.parameters))
-        rolled_back_to = self._run.snapshot_before_trouble().name if plan.rollback_first else None
+        rolled_back_to = self._run.rollback_target().name if plan.rollback_first else None
         saved = self._run.take_snapshot()
         undo = self._run.carry_out(plan)
         watch = Watch.after(self._recent_losses(self._run.step))
+        # A fix that cannot hurt a healthy run stays whatever the loss does.
+        watched = plan.fix.safety is not Safety.SAFE
         done = asked.model_copy(
             update={
                 "state": InterventionState.APPLIED,
@@ -313,11 +352,12 @@ class Controller:
                 "loss_before": watch.loss,
                 "snapshot": saved.name if saved else None,
                 "rolled_back_to": rolled_back_to,
-                "outcome": f"in force; watched for {watch.num_steps} steps, taken back by itself if the loss gets "
-                "worse",
+                "outcome": f"in force; watched for {watch.num_steps} steps, taken back by itself if the loss gets worse"
+                if watched
+                else "in force",
             }
         )
-        self._active[done.id] = _Active(done, undo, watch)
+        self._active[done.id] = _Active(done, undo, watch if watched else None)
         return done
 
     def _revert(self, asked: Intervention, request: RevertRequest) -> Intervention:
@@ -333,6 +373,13 @@ class Controller:
             )
         )
         return _ended(asked, InterventionState.KEPT, self._run.step, f"{request.intervention_id} was taken back")
+
+    def _set_policy(self, asked: Intervention, policy: AutofixPolicy) -> Intervention:
+        old, self.policy = self.policy.model_dump(mode="json"), policy
+        new = policy.model_dump(mode="json")
+        changes = tuple(Change(target=f"policy.{n}", old=old[n], new=new[n]) for n in new if new[n] != old[n])
+        done = _ended(asked, InterventionState.KEPT, self._run.step, f"the policy is {policy.mode.value} now")
+        return done.model_copy(update={"changes": changes})
 
     def _training(self, asked: Intervention, request: TrainingRequest) -> Intervention:
         if request.action == "pause":

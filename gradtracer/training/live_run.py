@@ -22,9 +22,8 @@ from gradtracer.training.trial import Plan, Trial
 
 T = TypeVar("T")
 
-REPLAY_BATCHES = 8
-"""Different batches that are asked of the user's `replay`, and recorded without it: their spread gives a standard
-error, and so few fit into memory."""
+_REPLAY_BATCHES = 200
+"""What the user's `replay` can be asked for: a trial of the most steps has as many."""
 
 
 class TrainingRun:
@@ -76,6 +75,11 @@ class TrainingRun:
         return HOOKS.scalers
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the weights and the optimizer's moments are finite."""
+        return self._state.is_finite()
+
+    @property
     def replays(self) -> bool:
         """Whether the user gave a way to compute the loss of a batch, so that no step need be recorded."""
         return self._replay is not None
@@ -83,7 +87,7 @@ class TrainingRun:
     @property
     def num_held_batches(self) -> int:
         """See `gradtracer.fixes.LiveRun`."""
-        return REPLAY_BATCHES if self._replay is not None else len(self.collector.tapes)
+        return _REPLAY_BATCHES if self._replay is not None else len(self.collector.tapes)
 
     @property
     def rehearsal(self) -> Rehearsal:
@@ -93,7 +97,7 @@ class TrainingRun:
             BadParameter: If there are none; the message says what to pass.
         """
         if self._replay is not None:
-            return UserRehearsal(self._replay, self.optimizers, REPLAY_BATCHES)
+            return UserRehearsal(self._replay, self.optimizers, _REPLAY_BATCHES)
         if not self.collector.tapes:
             why = self.collector.trouble or "none was recorded yet"
             raise BadParameter(
@@ -140,20 +144,25 @@ class TrainingRun:
         """
         if plan.rollback_first:
             plan.fix.preview(self, plan.parameters)
-            self.restore(self.snapshot_before_trouble().name)
+            self.restore(self.rollback_target().name)
         return plan.fix.apply(self, plan.parameters)
 
-    def snapshot_before_trouble(self) -> SnapshotInfo:
-        """The newest healthy snapshot from before the first open problem.
+    def snapshot_before_trouble(self) -> SnapshotInfo | None:
+        """The newest healthy snapshot from before the first open problem; None where there is none."""
+        trouble = self.first_open_problem_step()
+        healthy = [s for s in self.snapshots() if s.healthy and (trouble is None or s.step < trouble)]
+        return healthy[-1] if healthy else None
+
+    def rollback_target(self) -> SnapshotInfo:
+        """`snapshot_before_trouble`, for what cannot do without.
 
         Raises:
             BadParameter: If there is none.
         """
-        trouble = self.first_open_problem_step()
-        healthy = [s for s in self.snapshots() if s.healthy and (trouble is None or s.step < trouble)]
-        if not healthy:
+        found = self.snapshot_before_trouble()
+        if found is None:
             raise BadParameter("no snapshot was taken before the trouble began, so there is nothing to roll back to")
-        return healthy[-1]
+        return found
 
     def undisturbed(self, run: Callable[[], T]) -> T:
         """Run something that is no part of the user's training; in the training thread, at a step boundary."""

@@ -30,10 +30,6 @@ class Rehearsal(Protocol):
         """Run a whole step on a batch: forward, backward, updates; returns the loss before the updates."""
         ...
 
-    def loss(self, batch: int) -> float:
-        """The loss of a batch, without gradient or update."""
-        ...
-
     def forward(self, batch: int) -> None:
         """The forward pass of a batch, without gradient."""
         ...
@@ -53,10 +49,6 @@ class TapedRehearsal:
     def step(self, batch: int) -> float:
         """See `Rehearsal`."""
         return self._tapes[batch].step()
-
-    def loss(self, batch: int) -> float:
-        """See `Rehearsal`."""
-        return self._tapes[batch].loss()
 
     def forward(self, batch: int) -> None:
         """See `Rehearsal`."""
@@ -86,14 +78,10 @@ class UserRehearsal:
             optimizer.step()
         return float(loss.detach())
 
-    def loss(self, batch: int) -> float:
-        """See `Rehearsal`."""
-        with torch.no_grad():
-            return float(self._replay(batch))
-
     def forward(self, batch: int) -> None:
         """See `Rehearsal`."""
-        self.loss(batch)
+        with torch.no_grad():
+            self._replay(batch)
 
 
 class BatchCollector:

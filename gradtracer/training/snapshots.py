@@ -20,9 +20,11 @@ from gradtracer.errors import BadParameter
 from gradtracer.fixes import SnapshotInfo
 from gradtracer.training.state import State, TrainingState
 
-_MAX_PERIODIC, _MAX_ASKED_FOR = 3, 5
+START = "start"
+"""Name of the snapshot of the state before the first update."""
+_MAX_PERIODIC, _MAX_ASKED_FOR = 8, 5
 _SHARE_OF_TIME = 1 / 200
-_MIN_INTERVAL_S = 1.0
+_MIN_INTERVAL_S, _MIN_INTERVAL_ON_DISK_S = 0.1, 1.0
 PERIODIC_BYTES = 1 << 30
 """A larger state is saved on request and before interventions only: three of them would fill a disk unasked."""
 MEMORY_BYTES = 256 << 20
@@ -67,32 +69,37 @@ class SnapshotStore:
         self._kept: list[_Snapshot] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradtracer-snapshots")
         self._last_periodic = -float("inf")
-        self._cost_s = 0.0
+        self._interval_s = 0.0
 
     def list(self) -> list[SnapshotInfo]:
         """All that can be restored, oldest first."""
         return [s.info for s in self._kept]
 
     def take_if_due(self, step: int, *, healthy: bool) -> None:
-        """Take a periodic snapshot, at most every second and for at most 0.5 % of the time; only of a healthy run."""
+        """Take a periodic snapshot where one is due, and the run healthy: for at most 0.5 % of the time."""
         now = time.monotonic()
-        if (
-            self._periodic
-            and healthy
-            and now - self._last_periodic >= max(_MIN_INTERVAL_S, self._cost_s / _SHARE_OF_TIME)
-        ):
-            size = self._state.num_bytes()
-            if size > self._periodic_bytes:
-                self._periodic = False
-                self._notify(
-                    f"No periodic snapshots: model and optimizer take {size / 2**30:.2f} GiB, more than the "
-                    f"{self._periodic_bytes / 2**30:.2f} GiB allowed. A checkpoint can be asked for, and every "
-                    "intervention saves one first."
-                )
-                return
+        if self._periodic and healthy and now - self._last_periodic >= self._interval_s and self._may_be_unasked():
             self.take(step, healthy=True, periodic=True)
             self._last_periodic = time.monotonic()
-            self._cost_s = self._last_periodic - now
+            fits = self._state.num_bytes() * (_MAX_PERIODIC + _MAX_ASKED_FOR) <= self._memory_bytes
+            cost_s = self._last_periodic - now
+            self._interval_s = max(_MIN_INTERVAL_S if fits else _MIN_INTERVAL_ON_DISK_S, cost_s / _SHARE_OF_TIME)
+
+    def take_start(self) -> None:
+        """Save the state before the first update; it is never dropped."""
+        if self._may_be_unasked():
+            self.take(-1, healthy=True, periodic=True)
+
+    def _may_be_unasked(self) -> bool:
+        size = self._state.num_bytes()
+        if size > self._periodic_bytes and self._periodic:
+            self._periodic = False
+            self._notify(
+                f"No periodic snapshots: model and optimizer take {size / 2**30:.2f} GiB, more than the "
+                f"{self._periodic_bytes / 2**30:.2f} GiB allowed. A checkpoint can be asked for, and every "
+                "intervention saves one first."
+            )
+        return self._periodic
 
     def take(self, step: int, *, healthy: bool, periodic: bool = False) -> SnapshotInfo | None:
         """Take a snapshot of the state after `step`.
@@ -117,14 +124,12 @@ class SnapshotStore:
         # Copies leave the device: the memory of a GPU is the training's.
         state = {"step": step, **self._state.take(device="cpu")}
         others = state.pop("others")
-        name = f"step-{step}"
+        name = f"step-{step}" if step >= 0 else START
         size = self._state.num_bytes()
         path = self._directory / f"{name}.pt"
         snapshot = _Snapshot(SnapshotInfo(name, step, healthy), periodic, size, path, state, others)
         self._kept.append(snapshot)
-        same = [s for s in self._kept if s.periodic == periodic]
-        for old in same[: max(0, len(same) - (_MAX_PERIODIC if periodic else _MAX_ASKED_FOR))]:
-            self._drop(old)
+        self._thin_out()
         self._spill()
         return snapshot.info
 
@@ -158,10 +163,11 @@ class SnapshotStore:
 
     def close(self) -> None:
         """Write the newest snapshot of a healthy state, so that it outlives the process, and finish writing."""
-        healthy = [s for s in self._kept if s.info.healthy]
-        if healthy:
-            self._write(healthy[-1])
         self._writer.shutdown(wait=True)
+        healthy = [s for s in self._kept if s.info.healthy]
+        if healthy and healthy[-1].writing is None and healthy[-1].state is not None:
+            # Here and not in the writer: while the interpreter ends, no executor takes anything.
+            _write(healthy[-1].path, healthy[-1].state)
 
     def _find(self, name: str) -> _Snapshot:
         snapshot = next((s for s in self._kept if s.info.name == name), None)
@@ -175,6 +181,24 @@ class SnapshotStore:
             assert snapshot.state is not None
             snapshot.writing = self._writer.submit(_write, snapshot.path, snapshot.state)
         return snapshot.writing
+
+    def _thin_out(self) -> None:
+        """Keep the newest that were asked for; of the periodic ones, some of each age.
+
+        The start and the newest two stay. Of the others the one goes whose neighbours are nearest to each other, in
+        proportion to their age: what is kept is spaced like powers.
+        """
+        asked_for = [s for s in self._kept if not s.periodic]
+        for old in asked_for[: max(0, len(asked_for) - _MAX_ASKED_FOR)]:
+            self._drop(old)
+        periodic = [s for s in self._kept if s.periodic and s.info.name != START]
+        if len(periodic) > _MAX_PERIODIC:
+            now = periodic[-1].info.step + 1
+            gaps = {
+                (now - older.info.step) / (now - newer.info.step): middle
+                for older, middle, newer in zip(periodic, periodic[1:], periodic[2:], strict=False)
+            }
+            self._drop(gaps[min(gaps)])
 
     def _spill(self) -> None:
         """Move the oldest to disk until what is left fits; the newest too, where it does not fit by itself."""

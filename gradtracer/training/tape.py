@@ -106,17 +106,8 @@ class Tape:
                 entry.optimizer.step()
         return sum(losses)
 
-    def loss(self) -> float:
-        """The loss of the model as it is now, summed over the step's backward calls; no gradient, no update."""
-        slots = self._fresh_slots()
-        wanted = self._forward()
-        with torch.no_grad():
-            for entry in wanted:
-                _run(entry, slots)
-            return sum(float(slots[e.unscaled]) for e in self.entries if isinstance(e, _Backward))
-
     def forward(self) -> None:
-        """Only the calls of modules and what they need, without gradient."""
+        """Only the calls on which the losses depend, without gradient or update."""
         slots = self._fresh_slots()
         with torch.no_grad():
             for entry in self._forward():

@@ -27,11 +27,13 @@ from gradtracer.errors import TrackerInUse, UsageError
 from gradtracer.home import home_directory, manifest_state, new_run_directory, write_manifest
 from gradtracer.journal import Journal
 from gradtracer.records import (
+    AutofixPolicy,
     CaptureNotice,
     CausalHypothesis,
     OptimizerDescription,
     OptimizerGroup,
     ParameterValue,
+    PolicyMode,
     RunManifest,
     SemanticEvent,
     Severity,
@@ -105,9 +107,11 @@ class FlowTracker:
             gradient norms are read at every step.
         run_name: What the run is called; by default the name of the script.
         loss_fn: The loss function: where its expression makes a NaN, the record says where it stands in the source.
-        replay: A callable that computes the loss of a batch. It is kept for trials of fixes on a fork, which come in a
-            later version, and is not called in this one.
-        autofix: Whether fixes are applied without being asked for; only ``"off"`` in this version.
+        replay: Computes the loss of batch `i` on the tracked model, ``replay(i) -> Tensor``, the same batch for the
+            same `i`, from 0. Trials of fixes on a fork train on these; without it they use steps that were recorded
+            while the training ran, where those can be run again.
+        autofix: Which fixes the run may apply to itself: none, those that cannot hurt a healthy run, or also those
+            that need to be watched. An `AutofixPolicy` sets budget and cooldown too.
         serve: Whether the run can be steered from outside, through a local socket.
         home: Where runs are kept; by default ``GRADTRACER_HOME``, else the user's state folder.
 
@@ -125,18 +129,20 @@ class FlowTracker:
         track_interval: int = 100,
         run_name: str | None = None,
         loss_fn: Callable[..., Any] | None = None,
-        replay: Callable[..., Any] | None = None,
-        autofix: Literal["off"] = "off",
+        replay: Callable[[int], Tensor] | None = None,
+        autofix: Literal["off", "safe", "guarded"] | AutofixPolicy = "off",
         serve: bool = True,
         home: str | Path | None = None,
     ) -> None:
         optimizers = _checked_optimizers(optimizer)
-        _check(model, track_interval, autofix)
+        _check(model, track_interval)
+        policy = _policy(autofix)
         self.model, self.loss_fn, self.replay = model, loss_fn, replay
         self.track_interval = track_interval
         self._broken = False
         self._broken_reason = ""
         self._closed = False
+        self._has_start = False
         self._pid = os.getpid()
         self._is_main_rank = _rank() == 0
         self._described_optimizers: tuple[Any, ...] = ()
@@ -167,7 +173,15 @@ class FlowTracker:
         state = TrainingState(model, self._capture.optimizers, HOOKS.scalers)
         self._snapshots = SnapshotStore(self.directory / "snapshots", state, notify=self._put_notice)
         self._run = TrainingRun(self._capture, self._recorder, self._snapshots, state, replay)
-        self._controller = Controller(self.run_id, self._run, self._capture, self._recorder, self._snapshots)
+        self._controller = Controller(
+            self.run_id,
+            self._run,
+            self._capture,
+            self._recorder,
+            self._snapshots,
+            policy=policy,
+            diagnose=self.explain_failure,
+        )
         self._server = ControlServer(self._controller, self.directory) if serve else None
         if self._server is not None:
             self._server.start()
@@ -323,6 +337,9 @@ class FlowTracker:
         if self._run.is_rehearsing:
             self._run.run_guards(optimizer)
             return
+        if not self._has_start:
+            self._has_start = True
+            self._snapshots.take_start()
         self._run.collector.recorder.on_update(optimizer, has_closure)
         self._capture.on_update(optimizer, has_closure)
 
@@ -457,13 +474,11 @@ NeuralDbg = FlowTracker
 """The name that NeuralDBG users know; the same class."""
 
 
-def _check(model: object, track_interval: object, autofix: object) -> None:
+def _check(model: object, track_interval: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(track_interval, bool) or not isinstance(track_interval, int) or track_interval < 1:
         raise UsageError(f"expected track_interval to be a whole number of at least 1, got {track_interval!r}")
-    if autofix != "off":
-        raise UsageError(f"expected autofix='off', got {autofix!r}: fixes are applied by request only in this version")
     parameters = {id(p) for p in model.parameters()}
     if not parameters:
         raise UsageError(
@@ -475,6 +490,15 @@ def _check(model: object, track_interval: object, autofix: object) -> None:
             raise TrackerInUse(
                 f"{type(model).__name__} already has an open tracker (run {_OPEN[other].run_id}); close it first"
             )
+
+
+def _policy(autofix: object) -> AutofixPolicy:
+    if isinstance(autofix, AutofixPolicy):
+        return autofix
+    modes = [mode.value for mode in PolicyMode]
+    if autofix not in modes:
+        raise UsageError(f"expected autofix to be one of {', '.join(modes)} or an AutofixPolicy, got {autofix!r}")
+    return AutofixPolicy(mode=PolicyMode(autofix))
 
 
 def _checked_optimizers(optimizer: Any) -> list[Optimizer]:

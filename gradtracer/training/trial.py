@@ -1,8 +1,9 @@
 """Fork and prove: fixes tried on the live state, beside a control, before one of them touches the run.
 
 From the state at a step boundary every branch trains on the same batches with the same random numbers: the control
-untouched, each candidate with its fix in force. Then all are asked for their loss on those batches, and the live state
-is put back bit for bit.
+untouched, each candidate with its fix in force. A branch is judged by its losses in the second half of its steps, each
+taken before the update on a batch that it has not seen yet (prequential, Dawid 1984): to learn few batches by heart is
+no progress. Then the live state is put back bit for bit.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class _Branch:
     plan: Plan | None
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    final: list[float] = field(default_factory=list)
     error: str = ""
+
+    @property
+    def final(self) -> list[float]:
+        """The losses that count."""
+        return self.losses[len(self.losses) // 2 :] if not self.error else []
 
     @property
     def is_finite(self) -> bool:
@@ -127,7 +132,7 @@ class Trial:
         )
         return TrialResult(
             num_steps=num_steps,
-            num_batches=self._rehearsal.num_batches,
+            num_batches=min(num_steps, self._rehearsal.num_batches),
             seconds=time.perf_counter() - started,
             branches=(_record(control, control), *candidates),
             conclusion=_conclusion(candidates[0]),
@@ -147,7 +152,6 @@ class Trial:
                 branch.grad_norms.append(max(self._last_grad_norms(), default=math.nan))
                 if i == 0 and num_others:
                     self._check_time(time.perf_counter() - started, num_steps, num_others)
-            branch.final = [self._rehearsal.loss(i) for i in range(self._rehearsal.num_batches)]
         except RunRefused:
             raise
         except GradtracerError as error:

@@ -126,7 +126,7 @@ def test_two_trackers_on_one_model_or_on_one_that_shares_weights_are_refused() -
         ({"optimizer": [0.1]}, TypeError, "Optimizer"),
         ({"track_interval": 0}, UsageError, "at least 1"),
         ({"track_interval": 1.5}, UsageError, "whole number"),
-        ({"autofix": "safe"}, UsageError, "autofix"),
+        ({"autofix": "bold"}, UsageError, "autofix"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_is_made(
