@@ -161,6 +161,7 @@ class Capture:
         self._weights_index: list[int] = []
         self._loss_was_finite = True
         self._gradient_was_finite = True
+        self._blamed_at_hand = -1
         self.last_step = -1
         """The last finished step; -1 before the first."""
         self.recent_losses: deque[tuple[int, float]] = deque(maxlen=256)
@@ -199,7 +200,7 @@ class Capture:
         value = unscaled.detach()
         now = self._now
         now.losses.append(value)
-        if value.device.type == "cpu":
+        if not self._on_device:
             finite = math.isfinite(value.item())
             first_non_finite = not finite and self._loss_was_finite
             self._loss_was_finite = finite
@@ -288,10 +289,27 @@ class Capture:
     def _look_at_held(self, loss: float) -> None:
         """On a device: the user has read the loss, so what it depends on is still at hand."""
         finite = math.isfinite(loss)
-        if not finite and self._loss_was_finite and (blamed := self._held_inputs.blame()) is not None:
-            found, layer = blamed
-            self._report(nonfinite.born_in_loss(self._open.step, found, layer, self._held_inputs.source))
+        if not finite and self._loss_was_finite:
+            self._blame_for_loss()
         self._loss_was_finite = finite
+        now = self._open
+        if finite and self._gradient_was_finite and now.grad_norms and _is_idle(now.grad_norms[0].device):
+            norms = torch.cat([n.detach().reshape(-1).float() for n in now.grad_norms]).cpu().numpy()
+            bad = np.asarray(now.index, dtype=np.intp)[~np.isfinite(norms)]
+            if len(bad):
+                self._note_backward_origin(now, bad, loss)
+                self._blamed_at_hand = now.step
+
+    def _blame_for_loss(self) -> None:
+        held, step = self._held_inputs, self._open.step
+        if (data := held.spoilt_data()) is not None:
+            self._report(nonfinite.born_in_data(step, *data, held.source))
+        elif (blamed := held.blame()) is not None:
+            found, layer = blamed
+            graph = held.graph_of(found.node, self.layer_of_parameter)
+            if graph is not None:
+                found = nonfinite.as_variance(graph, found)
+            self._report(nonfinite.born_in_loss(step, found, layer, held.source))
 
     # ------------------------------------------------------------------ audits
 
@@ -540,10 +558,11 @@ class Capture:
         return np.where(present, np.sqrt(total), np.nan)
 
     def _note_backward_origin(self, step: OpenStep, bad: np.ndarray, loss: float) -> None:
-        if self._gradient_was_finite and loss != NON_FINITE:
+        if self._gradient_was_finite and loss != NON_FINITE and step.step != self._blamed_at_hand:
             names = {self.layers[i].name for i in self._layer_index[bad].tolist()}
             order = [n for n in self.forward_order if n in names] or [n.name for n in self.layers if n.name in names]
-            blamed = None if self._on_device else self._held_inputs.blame()
+            # Of a step that was over before its numbers arrived, nothing is held any more.
+            blamed = self._held_inputs.blame() if step is self._open else None
             self._gradient_was_finite = False
             if blamed is not None:
                 found, layer = blamed
@@ -681,6 +700,11 @@ class Capture:
             for n in self._unheld()
             if self.parameters[n].requires_grad and self.parameters[n].grad is not None
         ]
+
+
+def _is_idle(device: torch.device) -> bool:
+    """Whether reading from the device waits for nothing: the user has just waited for it."""
+    return device.type != "cuda" or torch.cuda.current_stream(device).query()
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:

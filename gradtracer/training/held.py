@@ -25,6 +25,18 @@ _MAX_ELEMENTS = 4_000_000
 _MAX_RELEARN_NODES = 400
 _MAX_OWNERS = 5_000
 
+_LAYERS = {"Addmm": 1, "Convolution": 0}
+"""Operations of layers, and which of their edges leads to what came in."""
+_RESIDUALS = frozenset({"Abs", "Pow"})
+_DATA = {
+    **dict.fromkeys(_RESIDUALS, "self"),
+    "Addmm": "mat1",
+    "Convolution": "input",
+    **dict.fromkeys(
+        ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"), "target"
+    ),
+}
+"""What an operation keeps of the data that came in."""
 _SELECTS = frozenset({"Where", "Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum", "MaskedFill", "IndexPut"})
 """Operations that pass on a gradient of zero to what they did not take."""
 _FINITE_VALUE = frozenset({"Sqrt", "Pow", "Acos", "Asin", "Atan2", "Where", "Softmax"})
@@ -70,6 +82,8 @@ class HeldInputs:
     source: SourceLocation | None = None
     _plans: dict[Hashable, _Plan] = field(default_factory=dict)
     _held: list[_Held] = field(default_factory=list)
+    _losses: list[Tensor] = field(default_factory=list)
+    """Of a step whose graph may be asked for later: backward frees what its nodes keep, not how they hang together."""
     _num_elements: int = 0
     _num_relearnt: int = 0
 
@@ -132,6 +146,8 @@ class HeldInputs:
         plan = self._plans.get(key)
         if plan is None or not plan.stops:
             return
+        if self.everything:
+            self._losses.append(loss)
         found: list[Any] = []
         for stop in plan.stops:
             node = loss.grad_fn
@@ -150,6 +166,7 @@ class HeldInputs:
         if self._held:
             self._held = []
             self._num_elements = 0
+        self._losses.clear()
 
     def owners_in(self, graph: LossGraph) -> dict[Any, str | None]:
         """The modules that compute the nodes of a graph that was met before, by node."""
@@ -181,9 +198,32 @@ class HeldInputs:
         _, one, owner = min(found, key=lambda f: f[0])
         return one, owner
 
+    def graph_of(self, node: Any, layer_of: Mapping[int, str]) -> LossGraph | None:
+        """The graph of this step in which a held node stands; None where it was not kept."""
+        graphs = (LossGraph(loss, layer_of) for loss in self._losses)
+        return next((graph for graph in graphs if node in graph.consumers or node is graph.root), None)
+
+    def spoilt_data(self) -> tuple[Any, Tensor, str | None] | None:
+        """The first operation that received data which is not finite: its node, the data, and its module."""
+        for item in reversed(self._held):  # what is nearest to the loss was held first
+            name = _DATA.get(operation_of(item.node))
+            value = item.values.get(name) if name is not None else None
+            if not isinstance(value, Tensor):
+                continue
+            if value.grad_fn is None and not bool(torch.isfinite(value).all()):
+                return item.node, value, item.owner
+            # The difference of two finite numbers is no NaN, so the target was not finite.
+            if _is_residual(item.node) and bool(torch.isnan(value.detach()).any()):
+                return item.node, value, None
+        return None
+
     def _matters(self, node: Any, below_select: bool) -> bool:
         operation = operation_of(node)
         if operation not in KEPT:
+            return False
+        if self.everything and _is_residual(node):
+            return True
+        if operation == "Abs":
             return False
         if operation == "Pow":
             exponent = saved(node, "exponent")
@@ -194,6 +234,8 @@ class HeldInputs:
             return True
         if operation.startswith("Clamp"):
             return any(operation_of(n) in ("Exp", "Log", "Div", "Sqrt", "Pow", "Reciprocal") for n in _below(node))
+        if operation in _LAYERS:  # its input is data where nothing made it
+            return self.everything and node.next_functions[_LAYERS[operation]][0] is None
         return self.everything or below_select or operation in _FINITE_VALUE
 
     def _take(self, node: Any, owner: str | None, names: tuple[str, ...]) -> None:
@@ -211,6 +253,18 @@ class HeldInputs:
             del self._plans[key]
             self.learn(key, graph)
             self.hold(key, loss)
+
+
+def _is_residual(node: Any) -> bool:
+    """Whether a prediction less data that nothing computed comes into the node."""
+    if operation_of(node) not in _RESIDUALS:
+        return False
+    child = node.next_functions[0][0]
+    return (
+        child is not None
+        and operation_of(child) in ("Sub", "Rsub", "Add")
+        and any(n is None for n, _ in child.next_functions)
+    )
 
 
 def _is_whole(exponent: Any) -> bool:

@@ -58,7 +58,7 @@ def birth_in_graph(graph: LossGraph, step: int) -> Birth:
                     return _came_in(graph, step, node, kept, count)
             found = singularity(node)
             if found is not None and found.in_result:
-                return born_at(graph, step, _as_variance(graph, found), graph.layer_at(node))
+                return born_at(graph, step, as_variance(graph, found), graph.layer_at(node))
             for kept, came_in in _kept(node):
                 if not came_in and (count := counts(kept)):
                     return _made_by(graph, step, node, kept.numel(), count)
@@ -70,7 +70,7 @@ def birth_in_graph(graph: LossGraph, step: int) -> Birth:
     return Birth(origin, None)
 
 
-def _as_variance(graph: LossGraph, found: Singularity) -> Singularity:
+def as_variance(graph: LossGraph, found: Singularity) -> Singularity:
     """The overflow of a predicted precision, exp(-log variance) times a squared residual, by its own name."""
     if found.fault != OVERFLOW or operation_of(found.node) != "Exp":
         return found
@@ -116,6 +116,17 @@ def born_in_loss(step: int, found: Singularity, layer: str | None, source: Sourc
     return _birth(step, "loss" if layer is None else "forward", layer, found, source)
 
 
+def born_in_data(step: int, node: Any, data: Tensor, layer: str | None, source: SourceLocation | None) -> Birth:
+    """Data that a step received and held, and that is not finite, as records."""
+    count = count_non_finite(data)
+    origin = NonFiniteOrigin(
+        step=step, where="data", layer=layer, operation=node.name(), num_non_finite=count, source=source,
+        detail=f"A tensor of shape {list(data.shape)} that no layer computed holds {count} non-finite values; "
+        f"{node.name()} received it.",
+    )  # fmt: skip
+    return Birth(origin, None)
+
+
 def _birth(step: int, where: Any, layer: str | None, found: Singularity, source: SourceLocation | None) -> Birth:
     origin = NonFiniteOrigin(
         step=step, where=where, layer=layer, operation=found.node.name(), num_non_finite=found.count,
@@ -138,7 +149,7 @@ def _came_in(graph: LossGraph, step: int, node: Any, kept: Tensor, count: int) -
     ):
         found = singularity(made_by)
         if found is not None and found.in_result:
-            return born_at(graph, step, _as_variance(graph, found), graph.layer_at(made_by))
+            return born_at(graph, step, as_variance(graph, found), graph.layer_at(made_by))
         return _made_by(graph, step, made_by, kept.numel(), count)
     if made_by is None:
         layer, what = graph.own_layer(node), f"{node.name()} received it"

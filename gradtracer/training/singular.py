@@ -270,6 +270,15 @@ KEPT: dict[str, tuple[str, ...]] = {
     "NllLoss": ("total_weight", "target", "reduction"),
     "CtcLoss": ("result0", "zero_infinity"),
     "CudnnCtcLoss": ("result0", "zero_infinity"),
+    "Mean": ("self_sym_sizes", "dim"),
+    **dict.fromkeys(("Std", "Var", "StdMean", "VarMean"), ("self", "correction", "dim")),
+    **dict.fromkeys(
+        ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
+        ("self", "target", "reduction"),
+    ),
+    "Abs": ("self",),
+    "Addmm": ("mat1",),
+    "Convolution": ("input",),
 }
 """What to keep of a node until the gradient is known to be finite."""
 

@@ -149,11 +149,15 @@ CASES: list[tuple[str, str | None, Callable[[], nn.Module], Loss]] = [
 ]
 
 
-def _train(build: Callable[[], nn.Module], loss_of: Loss, bad_step: int) -> FlowTracker:
+def _train(
+    build: Callable[[], nn.Module], loss_of: Loss, bad_step: int, *, as_on_a_device: bool = False
+) -> FlowTracker:
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     with FlowTracker(model, optimizer, serve=False) as tracker:
+        if as_on_a_device:  # no accelerator here: the same path with tensors of the CPU
+            tracker._capture._on_device = tracker._capture._held_inputs.everything = True
         for step in range(24):
             optimizer.zero_grad()
             loss = loss_of(model, torch.randn(16, 5), step == bad_step)
@@ -171,6 +175,15 @@ def test_the_operation_that_made_the_first_nan_is_named(
     first = _train(build, loss_of, BAD_STEP).explain_failure()[0]
     assert (first.code, first.layer, first.onset_step) == (code, layer, BAD_STEP)
     assert first.probability > 0.6
+    assert first.advice
+
+
+@pytest.mark.parametrize(("code", "layer", "build", "loss_of"), CASES, ids=[c[3].__name__ for c in CASES])
+def test_on_a_device_it_is_named_once_the_user_has_read_the_loss(
+    code: str, layer: str | None, build: Callable[[], nn.Module], loss_of: Loss
+) -> None:
+    first = _train(build, loss_of, BAD_STEP, as_on_a_device=True).explain_failure()[0]
+    assert (first.code, first.layer, first.onset_step) == (code, layer, BAD_STEP)
     assert first.advice
 
 
