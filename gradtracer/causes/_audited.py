@@ -35,9 +35,6 @@ class SeenAsFact(Cause):
         events = [e for e in warnings_of(series, "audit") if e.to_state in codes]
         pieces = [evidence(root.detail, self.ratio, events=events, measures=root.measures)]
         pieces.extend(self.more(series, found))
-        source: SourceLocation | None = root.source
-        if source is None and self.source_is_the_layers:
-            source = source_of(series, layer)
         return Case(
             evidence=pieces,
             layer=layer,
@@ -45,7 +42,7 @@ class SeenAsFact(Cause):
             explanation=root.detail,
             affected_layers=tuple(in_forward_order(series, (f.layer for f in found if f.layer))),
             event_ids=event_ids([*events, *(e for e in warnings_of(series) if e.kind != "audit" and e.step >= step)]),
-            source=source,
+            source=self.source(series, root, layer),
             advice=self.what_to_do,
             fixes=self.fixes(series, root),
         )
@@ -53,6 +50,10 @@ class SeenAsFact(Cause):
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Further evidence."""
         return ()
+
+    def source(self, series: Series, root: AuditFinding, layer: str | None) -> SourceLocation | None:
+        """Where the source is to be changed; by default where the finding says."""
+        return root.source or (source_of(series, layer) if self.source_is_the_layers else None)
 
     def root(self, series: Series) -> str | None:
         """The layer, where the finding names none."""

@@ -189,6 +189,18 @@ def source_of(series: Series, layer: str | None) -> SourceLocation | None:
     return series.model.source if series.model else None
 
 
+def loss_source(series: Series) -> SourceLocation | None:
+    """Where the user's program computes the loss, else where its model stands."""
+    model = series.model
+    return (model.loss_source or model.source) if model else None
+
+
+def optimizer_source(series: Series) -> SourceLocation | None:
+    """Where the user's program builds the optimizer; None where it builds several, or that is not known."""
+    found = [o.source for o in series.observations if isinstance(o, OptimizerDescription)]
+    return found[0] if found and all(source == found[0] for source in found) else None
+
+
 def in_forward_order(series: Series, layers: Iterable[str]) -> list[str]:
     """The layers from input to output."""
     known = {name: i for i, name in enumerate(series.layers)}

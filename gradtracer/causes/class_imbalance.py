@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -45,7 +45,7 @@ class ClassImbalance(Cause):
             onset_step=0,
             explanation=f"{events[0].message} The loss is small because the rare rows are few.",
             event_ids=event_ids(events),
-            source=series.model.source if series.model else None,
+            source=loss_source(series),
             advice="Weigh the classes (pos_weight = negatives / positives, or weight=), sample them evenly, or put the "
             "decision threshold at the prior. If only the ranking or the probability is used, nothing needs to change.",
         )

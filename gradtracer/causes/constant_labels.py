@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -53,7 +53,7 @@ class ConstantLabels(Cause):
             onset_step=onset,
             explanation=f"{events[0].message} A model that ignores its input solves such a task.",
             event_ids=event_ids(events),
-            source=series.model.source if series.model else None,
+            source=loss_source(series),
             advice="Look at where the labels are read: a constant column, a failed lookup, or a filter that left one "
             "class. Count the labels of the whole data set before training.",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -53,7 +53,7 @@ class DataOrder(Cause):
             explanation="Each batch holds rows of one kind, so the loss of a batch collapses and jumps when the next "
             "kind comes; the model knows the last one best.",
             event_ids=event_ids([*events, *warnings_of(series, "loss_spike", "divergence")]),
-            source=series.model.source if series.model else None,
+            source=loss_source(series),
             advice="Shuffle: DataLoader(..., shuffle=True), a buffer for an iterable data set, or a new random "
             "permutation of the rows in every epoch.",
         )

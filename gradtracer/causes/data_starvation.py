@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -46,7 +46,7 @@ class DataStarvation(Cause):
             onset_step=0,
             explanation="Most of the time passes between the end of a step and the first layer of the next one.",
             event_ids=event_ids(events),
-            source=series.model.source if series.model else None,
+            source=loss_source(series),
             advice="Raise num_workers of the DataLoader (with persistent_workers and pin_memory), decode or augment "
             "ahead of time, or move what runs between the steps out of the loop.",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import evidence, in_forward_order, source_of, warnings_of
+from gradtracer.causes._reading import evidence, in_forward_order, optimizer_source, source_of, warnings_of
 from gradtracer.causes._wiring import audit_case
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import AuditFinding, Evidence
@@ -65,7 +65,7 @@ class FrozenLayers(Cause):
             "and leave these layers out of it; if they are meant to stay as they are, load pretrained weights first.",
             ratio=6.0 if is_between else -1.0,
             more=more,
-            source=source_of(series, names[0]) if names else None,
+            source=source_of(series, names[0] if names else None) or optimizer_source(series),
         )
         return Case(**{**vars(case), "event_ids": (*case.event_ids, *(e.id for e in stalled))})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Severity
 from gradtracer.series import Series
@@ -81,7 +81,7 @@ class LabelMisalignment(Cause):
             onset_step=onset,
             explanation=explanation,
             event_ids=event_ids([*independent, *unused, *shifted]),
-            source=series.model.source if series.model else None,
+            source=loss_source(series),
             advice=advice,
         )
 

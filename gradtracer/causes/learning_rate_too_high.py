@@ -10,6 +10,7 @@ from gradtracer.causes._reading import (
     first_step,
     fix,
     last_rate,
+    optimizer_source,
     outdone_by_the_program,
     rate_at,
     rate_jump,
@@ -106,6 +107,7 @@ class LearningRateTooHigh(Cause):
             explanation=self._explanation(jump is not None, overshoots, onset, rate_at(series, onset)),
             event_ids=event_ids([*symptoms, *warnings_of(series, "non_finite")]),
             fixes=self._fixes(series, jump.before if jump else None, overshoots, onset, now),
+            source=optimizer_source(series),
             advice="Lower the learning rate where the optimizer or its schedule is built"
             + (f"; look at what the schedule does at step {jump.step}." if jump else ", or warm it up."),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, rounded, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, optimizer_source, rounded, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Measure
 from gradtracer.series import Series
@@ -77,6 +77,7 @@ class LearningRateTooLow(Cause):
             "norm. At this pace the run cannot learn in the steps it has.",
             event_ids=event_ids(events),
             fixes=fixes,
+            source=optimizer_source(series),
             advice="Raise the learning rate where the optimizer is built; check the schedule, and whether the loss is "
             "divided twice.",
         )

@@ -58,5 +58,6 @@ class LossActivationMismatch(Cause):
             "binary_cross_entropy_with_logits (remove the activation, keep it for inference), "
             "log_softmax for nll_loss and kl_div, an unbounded output for unbounded targets.",
             onset=found[0].step if found[0].step > 9 else 0,
+            source=found[0].source,
             ratio=SEEN - 1.5 if is_range else SEEN,
         )

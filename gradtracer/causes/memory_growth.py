@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -45,7 +45,7 @@ class MemoryGrowth(Cause):
             onset_step=0,
             explanation="Something holds a tensor of every step together with the graph that made it.",
             event_ids=event_ids(events),
-            source=series.model.source if series.model else None,
+            source=loss_source(series),
             advice="Keep numbers and not tensors: total += loss.item(), outputs.append(out.detach()), hidden = "
             "hidden.detach() between steps, and no retain_graph=True.",
         )

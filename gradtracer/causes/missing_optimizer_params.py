@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, in_forward_order, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, in_forward_order, optimizer_source, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Measure, OptimizerDescription
 from gradtracer.series import Series
@@ -66,7 +66,7 @@ class MissingOptimizerParams(Cause):
             f"{shown}, so the initial values stay.",
             affected_layers=tuple(layers),
             event_ids=event_ids(events),
-            source=optimizer.source or source_of(series, root),
+            source=optimizer_source(series) or source_of(series, root),
             advice=f"Pass them where the optimizer is built, e.g. {optimizer.type}(model.parameters(), ...), or "
             "optimizer.add_param_group({'params': ...}); build it after all layers are in place. If they are meant to "
             "stay as they are, set requires_grad=False.",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence, warnings_of
+from gradtracer.causes._reading import evidence, optimizer_source, warnings_of
 from gradtracer.causes.base import CAUSES
-from gradtracer.records import AuditFinding, Evidence, NonFiniteOrigin
+from gradtracer.records import AuditFinding, Evidence, NonFiniteOrigin, SourceLocation
 from gradtracer.series import Series
 
 
@@ -44,6 +44,10 @@ class OptimizerEpsHalf(SeenAsFact):
     findings = ("epsilon_underflows",)
     ratio = 7.0
     what_to_do = "Keep the parameters in float32 and use torch.autocast, or give the optimizer eps=1e-4."
+
+    def source(self, series: Series, root: AuditFinding, layer: str | None) -> SourceLocation | None:
+        """Where the optimizer is built."""
+        return optimizer_source(series) or root.source
 
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Whether the update gave NaN."""

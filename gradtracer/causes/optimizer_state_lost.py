@@ -9,7 +9,7 @@ import numpy as np
 from gradtracer.causes._audited import SeenAsFact
 from gradtracer.causes._reading import evidence
 from gradtracer.causes.base import CAUSES
-from gradtracer.records import AuditFinding, Evidence, Measure
+from gradtracer.records import AuditFinding, Evidence, Measure, OptimizerDescription, SourceLocation
 from gradtracer.series import Series
 
 
@@ -48,6 +48,11 @@ class OptimizerStateLost(SeenAsFact):
         "Where the run resumes, call optimizer.load_state_dict(checkpoint['optimizer']) on the optimizer that "
         "goes on, and build it once, outside the loop."
     )
+
+    def source(self, series: Series, root: AuditFinding, layer: str | None) -> SourceLocation | None:
+        """Where the optimizer is built that has no state."""
+        optimizer = series.last_observation(OptimizerDescription)
+        return (optimizer.source if optimizer else None) or root.source
 
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Whether the loss jumped."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Measure
 from gradtracer.series import Series
@@ -68,7 +68,7 @@ class PosteriorCollapse(Cause):
             explanation=f"{first.message} The divergence outweighs what the reconstruction gains from the latent.",
             affected_layers=tuple(dict.fromkeys(e.layer for e in events if e.layer)),
             event_ids=event_ids(events),
-            source=source_of(series, first.layer),
+            source=loss_source(series),
             advice="Reduce both terms alike: sum the reconstruction over pixels or tokens and the divergence over "
             "latents, then average over examples. Else raise the weight of the divergence from 0 over the first "
             "thousands of steps, leave each latent some free bits, or weaken the decoder.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, fix, rounded, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, optimizer_source, rounded, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import OptimizerDescription
 from gradtracer.series import Series
@@ -61,7 +61,7 @@ class SchedulerMisuse(Cause):
             onset_step=event.step,
             explanation=event.message,
             event_ids=event_ids([*events, *warnings_of(series, "update_ratio_too_low")]),
-            source=optimizer.source if optimizer else None,
+            source=optimizer_source(series),
             advice="Call scheduler.step() at every batch if the warm-up is counted in batches."
             if stuck
             else "Call scheduler.step() once an epoch and not at every batch, or build the schedule for the number of "

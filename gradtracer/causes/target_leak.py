@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -52,7 +52,7 @@ class TargetLeak(Cause):
             onset_step=0,
             explanation=best.detail,
             event_ids=event_ids(events),
-            source=best.source,
+            source=best.source or loss_source(series),
             advice="Give the layer its causal mask (is_causal=True, attn_mask=triu), make it unidirectional, or pad "
             "the convolution on the left only; then outputs at a time must not change with later inputs."
             if best.code == "looks_ahead"

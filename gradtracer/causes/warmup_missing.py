@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, rounded, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, optimizer_source, rounded, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, OptimizerDescription
 from gradtracer.series import Series
@@ -80,6 +80,7 @@ class WarmupMissing(Cause):
             explanation=f"{events[0].message} The rate was {rate:.3g} from the first step on; the second moments "
             "of the optimizer rested on a few batches then.",
             event_ids=event_ids(events),
+            source=optimizer_source(series),
             advice="Raise the learning rate from 0 over the first hundreds of steps (a LambdaLR stepped at every "
             "batch), or put the normalisation before attention and feed-forward (norm_first=True).",
             fixes=fixes,

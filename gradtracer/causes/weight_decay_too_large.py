@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, last_rate, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, last_rate, optimizer_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import OptimizerDescription
 from gradtracer.series import Series
@@ -67,7 +67,7 @@ class WeightDecayTooLarge(Cause):
             explanation=f"{events[0].message} With weight_decay {decay:g} and a rate of {last_rate(series):.3g} the "
             "pull towards zero is stronger than that of the data.",
             event_ids=event_ids(events),
-            source=optimizer.source if optimizer else None,
+            source=optimizer_source(series),
             advice="Lower weight_decay where the optimizer is built, to 1e-4 (added to the gradient) or 1e-2 (AdamW), "
             "and leave biases and normalisations out of it.",
         )

@@ -36,7 +36,10 @@ class ModelDescription(Record):
     num_bytes: int = Field(ge=0)
     forward_order_known: bool = False
     layers: tuple[LayerInfo, ...]
-    source: SourceLocation | None = None
+    source: SourceLocation | None = Field(default=None, description="Where the model's class stands.")
+    loss_source: SourceLocation | None = Field(
+        default=None, description="Where the loss is computed; null where there are several, or where it is not known."
+    )
 
 
 class OptimizerGroup(Record):

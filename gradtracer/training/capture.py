@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtracer.records import AuditFinding, CaptureNotice, NonFiniteOrigin, Observation
+from gradtracer.records import AuditFinding, CaptureNotice, NonFiniteOrigin, Observation, SourceLocation
 from gradtracer.samples import LayerTable, Layout, Sample
 from gradtracer.signals import MISSING, NON_FINITE
 from gradtracer.training import nonfinite, statistics
@@ -29,6 +29,7 @@ from gradtracer.training.audits import Audit, AuditContext
 from gradtracer.training.graph import LossGraph
 from gradtracer.training.held import HeldInputs
 from gradtracer.training.layers import Layer, layers_of, source_of, watched_modules
+from gradtracer.training.program import Program
 from gradtracer.training.readings import HostCopy, Numbers, OpenStep
 from gradtracer.training.schedule import Schedule
 
@@ -110,6 +111,7 @@ class Capture:
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model
+        self.program = Program(model)
         self.layers: list[Layer] = layers_of(model)
         self._schedule = schedule
         self._sink = sink
@@ -131,6 +133,8 @@ class Capture:
         self._norm_layout = Layout(tuple((layer.name, "grad_norm") for layer in self.layers))
         self._layouts: dict[tuple[tuple[str, str], ...], Layout] = {}
 
+        self.loss_sources: list[SourceLocation | None] = []
+        """Where the losses of the first step are computed."""
         self.optimizers: list[Optimizer] = []
         self._unheld_cache: list[int] | None = None
         self._held: dict[int, _Held] = {}
@@ -150,7 +154,7 @@ class Capture:
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
         self._module_of: dict[Any, str] = {}
         """Names of modules by the graph node of their output, of the sampled step under way."""
-        self._held_inputs = HeldInputs(everything=self._on_device)
+        self._held_inputs = HeldInputs(everything=self._on_device, program=self.program)
         self.forward_order: list[str] = []
         self.fed_by: dict[str, str] = {}
         self.activation_types: dict[str, str] = {}
@@ -211,15 +215,22 @@ class Capture:
         which = (len(self._open.updated), len(now.losses))
         looked_at = first_non_finite or now.sampled
         if looked_at or self._constant_audits:
-            graph = LossGraph(loss, self.layer_of_parameter, self._module_of, unscaled)
+            graph = LossGraph(loss, self.layer_of_parameter, self._module_of, unscaled, self.program)
             if first_non_finite:
                 graph.owners = self._held_inputs.owners_in(graph)
                 self._report(nonfinite.birth_in_graph(graph, now.step))
             if looked_at:
                 self._held_inputs.learn(which, graph)
+                if now.step == 0:
+                    self._note_loss()
             with torch.no_grad():
                 self._audit(lambda audit, context: audit.on_loss(context, graph), sampled=looked_at)
         self._held_inputs.hold(which, loss)
+
+    def _note_loss(self) -> None:
+        source = self.program.loss_line()
+        if source not in self.loss_sources:
+            self.loss_sources.append(source)
 
     def on_backward_done(self) -> None:
         """See `gradtracer.training.hooks.TrainingListener`."""
@@ -239,6 +250,7 @@ class Capture:
         self._rejoin()
         if id(optimizer) in self._open.updated:
             self._open.forget_update()  # several updates within one marked step: the last one is described
+        self.program.note_update(optimizer)
         if not has_closure:
             with torch.no_grad():
                 self._read_gradients(optimizer)
@@ -322,6 +334,8 @@ class Capture:
             self._sink.add_observation(birth.fault)
 
     def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._now.step == 0:
+            self.program.note_forward()
         tensor = first_tensor(output)
         if tensor is not None and tensor.grad_fn is not None:
             # The innermost module comes first, and keeps the node.

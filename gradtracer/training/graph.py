@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -14,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gradtracer.records import SourceLocation
+from gradtracer.training.program import Program
+from gradtracer.training.stack import calling_line
 
 _MAX_NODES = 50_000
 _PASS_THROUGH = frozenset(
@@ -34,12 +33,6 @@ _SAME_VALUES = frozenset(
     for i in range(3)
 )  # fmt: skip
 """Operations that put out values of their input, in another order or shape."""
-_NOT_THE_USERS = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    os.path.dirname(torch.__file__) + os.sep,
-    sysconfig.get_path("stdlib") + os.sep,
-    "<",
-)
 
 
 class LossGraph:
@@ -50,6 +43,7 @@ class LossGraph:
         layer_of: Names of layers by id of parameter.
         module_of: Names of the modules whose outputs the nodes are, where that was seen; the model itself is empty.
         unscaled: The loss before a GradScaler scaled it; the loss itself where none did.
+        program: The program that calls backward on it.
     """
 
     def __init__(
@@ -58,17 +52,23 @@ class LossGraph:
         layer_of: Mapping[int, str],
         module_of: Mapping[Any, str] | None = None,
         unscaled: Tensor | None = None,
+        program: Program | None = None,
     ) -> None:
-        self.loss, self._layer_of = loss, layer_of
+        self.loss, self._layer_of, self._program = loss, layer_of, program
         self.module_of: Mapping[Any, str] = module_of or {}
         self.owners: Mapping[Any, str | None] = {}
         """Modules that compute the nodes, where a graph like this was met before and its modules were seen."""
         self.unscaled = loss if unscaled is None else unscaled
 
     @cached_property
-    def called_from(self) -> SourceLocation | None:
-        """Where the user's program called backward; to be asked for while it does."""
-        return user_frame()
+    def computed_at(self) -> SourceLocation | None:
+        """Where the user's program computes the loss, else where it calls backward; to be asked for while it does."""
+        return (self._program.loss_line() if self._program else None) or calling_line("backward")
+
+    @cached_property
+    def scaled_at(self) -> SourceLocation | None:
+        """Where the program last multiplies or divides the loss, else where it computes it; see `computed_at`."""
+        return (self._program.loss_line(factors=True) if self._program else None) or calling_line("backward")
 
     @property
     def root(self) -> Any:
@@ -226,17 +226,6 @@ def saved(node: Any, name: str) -> Any:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # freed, or changed in place since
         return None
-
-
-def user_frame() -> SourceLocation | None:
-    """The innermost line of the running program that is not ours, torch's or Python's own."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS):
-            return SourceLocation(file=file, line=max(1, frame.f_lineno), what=f"backward in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return None
 
 
 def forward_order(root: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradtracer.records import SourceLocation
 from gradtracer.training.graph import LossGraph, operation_of, saved, shape_of
+from gradtracer.training.program import Program
 from gradtracer.training.singular import ATTENTION, KEPT, WHERE, Singularity, is_masked, singularity
 
 _MAX_STOPS = 256
@@ -76,9 +77,12 @@ class HeldInputs:
 
     Args:
         everything: Hold what spoils the loss too: on a device the loss is not looked at before backward.
+        program: The program that trains.
+        source: Where the newest loss that was learnt is computed.
     """
 
     everything: bool = False
+    program: Program | None = None
     source: SourceLocation | None = None
     _plans: dict[Hashable, _Plan] = field(default_factory=dict)
     _held: list[_Held] = field(default_factory=list)
@@ -95,7 +99,7 @@ class HeldInputs:
             graph: Its graph.
         """
         nodes = graph.nodes
-        self.source = graph.called_from
+        self.source = graph.computed_at
         order = {node: i for i, node in enumerate(nodes)}
         below_select: set[Any] = set()
         for node in reversed(nodes):
@@ -249,7 +253,7 @@ class HeldInputs:
         # The graph has changed. Small ones are learnt anew at once, others at the next sampled step.
         self._num_relearnt += 1
         if plan.names and len(plan.names) <= _MAX_RELEARN_NODES and self._num_relearnt <= 100:
-            graph = LossGraph(loss, {})
+            graph = LossGraph(loss, {}, program=self.program)
             del self._plans[key]
             self.learn(key, graph)
             self.hold(key, loss)

@@ -81,6 +81,7 @@ def describe_model(
     forward_order: Sequence[str],
     fed_by: dict[str, str],
     types: dict[str, str],
+    loss_source: SourceLocation | None = None,
 ) -> ModelDescription:
     """The model as a record.
 
@@ -92,6 +93,7 @@ def describe_model(
         forward_order: Names of watched modules in the order in which the forward pass ran them; empty if unknown.
         fed_by: For a module, the one whose output is its input.
         types: Class names of modules without parameters that the forward pass ran, by name.
+        loss_source: Where the loss is computed.
     """
     by_name = {layer.name: layer for layer in layers}
     sources = owner_sources(model)
@@ -120,4 +122,5 @@ def describe_model(
         forward_order_known=bool(forward_order),
         layers=tuple(infos),
         source=source_of(model),
+        loss_source=loss_source,
     )

@@ -64,7 +64,7 @@ def birth_in_graph(graph: LossGraph, step: int) -> Birth:
                     return _made_by(graph, step, node, kept.numel(), count)
     name = graph.root.name() if graph.root is not None else None
     origin = NonFiniteOrigin(
-        step=step, where="loss", operation=name, num_non_finite=1, source=graph.called_from,
+        step=step, where="loss", operation=name, num_non_finite=1, source=graph.computed_at,
         detail="The last operation of the loss made it.",
     )  # fmt: skip
     return Birth(origin, None)
@@ -92,7 +92,7 @@ def born_at(graph: LossGraph, step: int, found: Singularity, layer: str | None) 
     """A singular operation as records."""
     in_loss = graph.is_in_loss(found.node)
     where = ("loss" if in_loss else "forward") if found.in_result else "backward"
-    return _birth(step, where, None if in_loss else layer, found, graph.called_from)
+    return _birth(step, where, None if in_loss else layer, found, graph.computed_at)
 
 
 def born_in_gradient(
@@ -105,7 +105,7 @@ def born_in_gradient(
         found: The operation.
         layer: The module it stands in; None in the loss expression.
         reached: The layer nearest to the loss whose gradient is not finite.
-        source: Where backward was called.
+        source: Where the loss is computed.
     """
     birth = _birth(step, "backward", layer, found, source)
     return Birth(birth.origin.model_copy(update={"layer": layer or reached}), birth.fault)
@@ -159,7 +159,7 @@ def _came_in(graph: LossGraph, step: int, node: Any, kept: Tensor, count: int) -
     origin = NonFiniteOrigin(
         step=step, where="data", layer=layer, operation=node.name(), num_non_finite=count,
         detail=f"A tensor of shape {list(kept.shape)} that no layer computed holds {count} non-finite values; {what}.",
-        source=graph.called_from,
+        source=graph.computed_at,
     )  # fmt: skip
     return Birth(origin, None)
 

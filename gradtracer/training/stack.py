@@ -1,16 +1,55 @@
-"""Where a thread of this process stands."""
+"""Where a thread of this process stands, and which lines of it are the user's."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
+from typing import NamedTuple
+
+import torch
 
 from gradtracer.records import SourceLocation
 from gradtracer.records.base import TEXT_LENGTH
 
 _NUM_FRAMES = 40
-_OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_NOT_THE_USERS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    _TORCH,
+    sysconfig.get_path("stdlib") + os.sep,
+    "<",
+)
+_PASSES_ON = tuple(
+    os.path.join(_TORCH, *parts)
+    for parts in (
+        ("nn", "modules", "module.py"),
+        ("nn", "parallel", ""),
+        ("utils", "_contextlib.py"),
+        ("amp", "autocast_mode.py"),
+    )
+)
+"""Files of torch through which a call of the user's reaches a function of the user's and nothing else happens."""
+
+
+class Place(NamedTuple):
+    """A line of the user's program that is being run."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Call(NamedTuple):
+    """A line of the user's that called a function of the user's."""
+
+    file: str
+    line: int
+    callee_file: str
+    callee_line: int
+    """First line of the function, its decorators included."""
+    callee: str
 
 
 def training_stack(thread_id: int) -> str:
@@ -34,18 +73,49 @@ def training_stack(thread_id: int) -> str:
     return text
 
 
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's: not ours, torch's, Python's or another package's."""
+    return not file.startswith(_NOT_THE_USERS) and "site-packages" not in file
+
+
 def calling_line(what: str = "") -> SourceLocation | None:
     """The innermost line of the user's program that the calling thread is in; None where all of it is libraries.
 
     Args:
         what: What stands there, e.g. `backward`.
     """
-    torch = sys.modules.get("torch")
-    torch_folder = os.path.dirname(torch.__file__ or "") + os.sep if torch else "<"
+    place = next(iter(user_places(1)), None)
+    return (
+        SourceLocation(file=os.path.abspath(place.file), line=place.line, what=what or place.function)
+        if place
+        else None
+    )
+
+
+def user_places(limit: int = 6) -> tuple[Place, ...]:
+    """Lines of the user's program that the calling thread is in, innermost first."""
+    found: list[Place] = []
     frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((torch_folder, _OUR_FOLDER, "<")) and "site-packages" not in file:
-            return SourceLocation(file=file, line=max(frame.f_lineno, 1), what=what or frame.f_code.co_name)
+    while frame is not None and len(found) < limit:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            found.append(Place(code.co_filename, max(frame.f_lineno, 1), code.co_name))
         frame = frame.f_back
-    return None
+    return tuple(found)
+
+
+def user_calls() -> set[Call]:
+    """Calls from the user's program to itself that the calling thread is in, without those through other packages."""
+    found: set[Call] = set()
+    frame, callee = sys._getframe(1), None
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            if callee is not None:
+                line = max(frame.f_lineno, 1)
+                found.add(Call(code.co_filename, line, callee.co_filename, callee.co_firstlineno, callee.co_name))
+            callee = code
+        elif not code.co_filename.startswith(_PASSES_ON):
+            callee = None
+        frame = frame.f_back
+    return found

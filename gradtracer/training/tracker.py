@@ -394,6 +394,7 @@ class FlowTracker:
                 forward_order=capture.forward_order,
                 fed_by=capture.fed_by,
                 types=capture.activation_types,
+                loss_source=capture.loss_sources[0] if len(capture.loss_sources) == 1 else None,
             )
         )
 
@@ -425,6 +426,7 @@ class FlowTracker:
                     groups=tuple(_group(g) for g in optimizer.param_groups),
                     missing=tuple(missing),
                     num_foreign=sum(id(p) not in ours for p in held),
+                    source=capture.program.optimizer_line(optimizer),
                 )
             )
         if capture.optimizers:

@@ -204,8 +204,8 @@ def test_a_safe_use_of_the_same_operations_makes_no_nan_and_no_noise() -> None:
     assert _train(mlp, safe, BAD_STEP).events == []
 
 
-def test_the_users_line_that_called_backward_is_given() -> None:
+def test_the_users_line_that_computes_the_loss_is_given() -> None:
     source = _train(mlp, entropy, BAD_STEP).explain_failure()[0].source
     assert source is not None
     assert source.file == __file__
-    assert source.what == "backward in _train"
+    assert source.what == "loss = loss_of(model, torch.randn(16, 5), step == bad_step)"

@@ -75,7 +75,7 @@ class BatchAxis(Audit):
             if self._seen[key] >= self.TWICE:
                 yield finding(
                     context, code, detail, layer=layer, measures=(Measure(name="axis_length", value=float(size)),),
-                    source=graph.called_from,
+                    source=graph.computed_at,
                 )  # fmt: skip
 
     def _found(self, graph: LossGraph, batch: int | None) -> Iterable[tuple[str, str, str | None, int]]:

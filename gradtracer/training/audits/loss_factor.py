@@ -8,7 +8,6 @@ from gradtracer.records import AuditFinding, Measure, Severity
 from gradtracer.training.audits._loss_expression import loss_end
 from gradtracer.training.audits.base import AUDITS, Audit, AuditContext, finding
 from gradtracer.training.graph import LossGraph
-from gradtracer.training.stack import calling_line
 
 
 @AUDITS.register
@@ -75,5 +74,5 @@ class LossFactor(Audit):
                 Measure(name="num_terms", value=float(end.num_terms)),
                 Measure(name="reduced_twice", value=float(bool(twice))),
             ],
-            source=calling_line("backward"),
+            source=graph.scaled_at,
         )

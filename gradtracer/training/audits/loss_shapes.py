@@ -95,7 +95,7 @@ class LossShapes(Audit):
             "compared with every target.",
             severity=Severity.INFO if by_hand else Severity.WARNING,
             measures=(Measure(name="num_elements", value=float(vector[0] ** 2), baseline=float(vector[0])),),
-            source=graph.called_from,
+            source=graph.computed_at,
         )  # fmt: skip
 
     def _reduces(self, graph: LossGraph, node: Any) -> bool:

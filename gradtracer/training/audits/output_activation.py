@@ -185,5 +185,5 @@ class OutputActivation(Audit):
         layer = graph.module_of.get(before) or graph.layer_at(before)
         return finding(
             context, code, detail[0].upper() + detail[1:], layer=layer, severity=Severity.WARNING, measures=measures,
-            source=graph.called_from,
+            source=graph.computed_at,
         )  # fmt: skip

@@ -82,5 +82,5 @@ class TargetRange(Audit):
             f"Targets reach from {low:.4g} to {high:.4g}; {loss} takes {domain}.",
             severity=Severity.WARNING if severe else Severity.INFO,
             measures=(Measure(name="target_min", value=low), Measure(name="target_max", value=high)),
-            source=graph.called_from,
+            source=graph.computed_at,
         )  # fmt: skip

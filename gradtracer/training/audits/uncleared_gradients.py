@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtracer.records import AuditFinding, Measure, Severity
+from gradtracer.records import AuditFinding, Measure, Severity, SourceLocation
 from gradtracer.training.audits._sampling import Later, has_dense_gradient, parameters_of, spread, thin
 from gradtracer.training.audits.base import AUDITS, Audit, AuditContext, finding
 from gradtracer.training.graph import LossGraph
@@ -30,6 +30,8 @@ class _Consumed:
     first: int | None = None
     """The first step at which the gradient was not cleared."""
     num_cleared_after_streak: int = 0
+    called_from: SourceLocation | None = None
+    """Where backward was called while the gradient stood."""
 
 
 @AUDITS.register
@@ -77,6 +79,8 @@ class UnclearedGradients(Audit):
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """Look at what stands where the new gradient will be added."""
         for consumed in self._consumed.values():
+            if consumed.streak and consumed.called_from is None:
+                consumed.called_from = calling_line("backward")
             if not all(has_dense_gradient(p) for p in consumed.parameters):
                 consumed.stands.append(False)
                 continue
@@ -126,6 +130,7 @@ class UnclearedGradients(Audit):
                     "gradients_cleared_rarely",
                     "Gradients are cleared at some updates and not at others.",
                     severity=Severity.INFO,
+                    source=consumed.called_from,
                 ).model_copy(update={"step": consumed.first or 0})
             return
         if consumed.streak == 0:
@@ -139,7 +144,7 @@ class UnclearedGradients(Audit):
                 f"From step {consumed.since} on the gradient that the optimizer had used still stood when backward "
                 "added the next one to it.",
                 measures=[Measure(name="num_updates", value=float(self.IN_A_ROW), threshold=float(self.IN_A_ROW))],
-                source=calling_line("optimizer.step"),
+                source=consumed.called_from,
             )
             yield found.model_copy(update={"step": consumed.since})
 
