@@ -7,7 +7,6 @@ characters, and here it is only ever a `rich.text.Text` or escaped, never markup
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 import time
@@ -26,6 +25,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from gradtracer import __version__
+from gradtracer.curves import is_log_scale, sparkline
 from gradtracer.errors import (
     AmbiguousRun,
     GradtracerError,
@@ -458,41 +458,8 @@ def _loss_line(loss: MetricSeries) -> Text:
     line = Text.assemble(("loss ", "dim"), (sparkline(values), "cyan"))
     finite = [value for value in values if value is not None]
     if finite:
-        line.append(f"  {min(finite):.3g} to {max(finite):.3g}{', log scale' if _log_scale(finite) else ''}", "dim")
+        line.append(f"  {min(finite):.3g} to {max(finite):.3g}{', log scale' if is_log_scale(finite) else ''}", "dim")
     return line.append(f"  {loss.num_non_finite} not finite", "bold red") if loss.num_non_finite else line
-
-
-def sparkline(values: Sequence[float | None], width: int = 60) -> str:
-    """A curve as one line of block characters.
-
-    Args:
-        values: Values in order; None (missing or not finite) is drawn as ``×``.
-        width: At most so many characters; each shows the mean of its share of the values.
-
-    Returns:
-        The line, lowest value ``▁``, highest ``█``; logarithmic where the values are positive and span a factor of
-        more than 100.
-    """
-    finite = [v for v in values if v is not None]
-    if not finite:
-        return "×" * min(len(values), width)
-    to_scale = math.log if _log_scale(finite) else float
-    low, high = to_scale(min(finite)), to_scale(max(finite))
-    count = min(len(values), width)
-    line = ""
-    for i in range(count):
-        bucket = values[i * len(values) // count : (i + 1) * len(values) // count]
-        shown = [to_scale(v) for v in bucket if v is not None]
-        if not shown:
-            line += "×"
-            continue
-        share = (sum(shown) / len(shown) - low) / (high - low) if high > low else 0.0
-        line += "▁▂▃▄▅▆▇█"[min(7, int(share * 8))]
-    return line
-
-
-def _log_scale(finite: Sequence[float]) -> bool:
-    return min(finite) > 0 and max(finite) / min(finite) > 100
 
 
 def _health_table(status: RunStatus) -> Table:
