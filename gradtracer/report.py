@@ -434,9 +434,9 @@ def _branches(trial: TrialResult) -> list[str]:
     rows = [
         f"{name}{'' if branch.verdict == 'control' else f': {verdict}'}, final loss {loss}"
         + (f" ({against} against the control)" if branch.difference is not None else "")
-        + (f", {branch.num_non_finite} steps not finite" if branch.num_non_finite else "")
+        + (f", {_count(branch.num_non_finite, 'step')} not finite" if branch.num_non_finite else "")
         + (f", {branch.note}" if branch.note else "")
-        + f", losses {curve}"
+        + (f", losses {curve}" if curve else "")
         for branch, (name, verdict, loss, against, curve) in zip(trial.branches, trial_rows(trial), strict=True)
     ]
     batches = "1 batch" if trial.num_batches == 1 else f"{trial.num_batches} batches"
