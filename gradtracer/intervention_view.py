@@ -23,6 +23,7 @@ from gradtracer.report import called, number, trial_rows
 _STATE_STYLE = {
     InterventionState.PENDING: "yellow",
     InterventionState.PREVIEWED: "dim",
+    InterventionState.TRIED: "dim",
     InterventionState.APPLIED: "cyan",
     InterventionState.KEPT: "green",
     InterventionState.REVERTED: "magenta",

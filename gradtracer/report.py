@@ -413,7 +413,7 @@ def trial_rows(trial: TrialResult) -> list[tuple[str, str, str, str, str]]:
     losses = [loss for branch in trial.branches for loss in branch.losses]
     return [
         (
-            branch.fix if branch.verdict == "control" else called(branch.fix, branch.parameters),
+            _branch_name(branch),
             branch.verdict.replace("_", " "),
             number(branch.final_loss),
             _against_control(branch),
@@ -421,6 +421,12 @@ def trial_rows(trial: TrialResult) -> list[tuple[str, str, str, str, str]]:
         )
         for branch in trial.branches
     ]
+
+
+def _branch_name(branch: TrialBranch) -> str:
+    if branch.verdict == "control":
+        return branch.fix
+    return f"{'rollback, then ' if branch.rollback_first else ''}{called(branch.fix, branch.parameters)}"
 
 
 def _against_control(branch: TrialBranch) -> str:

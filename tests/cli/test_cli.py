@@ -318,4 +318,4 @@ def test_mcp_serves_the_home_that_was_named(tmp_path: Path) -> None:
     found, every = anyio.run(ask)
     assert found == run_id
     _, reading = anyio.run(ask, "--read-only")
-    assert every - reading == {"apply_autofix", "revert_intervention", "control_training"}
+    assert every - reading == {"apply_autofix", "revert_intervention", "control_training", "set_autofix_policy"}

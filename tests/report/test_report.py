@@ -305,7 +305,7 @@ TRIAL = TrialResult(
             standard_error=0.25,
             verdict="better",
         ),
-        TrialBranch(fix="rollback", verdict="failed", note="no snapshot from before the trouble"),
+        TrialBranch(fix="clip", rollback_first=True, verdict="failed", note="no snapshot from before the trouble"),
     ),
     conclusion="set_learning_rate is better than to go on as it is.",
 )
@@ -318,7 +318,7 @@ def test_a_trial_is_told_with_all_its_branches_on_one_scale(report: DiagnosticRe
         "trial of 4 steps on 2 batches, 1.5 s: set_learning_rate is better than to go on as it is.",
         "control, final loss 8, 1 step not finite, losses ▂▄█×",
         "set_learning_rate(learning_rate=0.01): better, final loss 0.1 (-7.9 ± 0.25 against the control), losses ▂▁▁▁",
-        "rollback(): failed, final loss –, no snapshot from before the trouble",
+        "rollback, then clip(): failed, final loss –, no snapshot from before the trouble",
     ):
         assert f"- {escape_markdown(line)}\n" in to_markdown(told)
         assert line in to_text(told, width=200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from gradtracer.control import (
 from gradtracer.fixes.clip_grad_norm import ClipGradNorm
 from gradtracer.home import read_manifest
 from gradtracer.records import AuditTrail, AutofixPolicy, Intervention, InterventionState, PolicyMode, UnixAddress
-from gradtracer.training.controller import WATCH_STEPS
+from gradtracer.training.watch import MAX_STEPS
 from gradtracer.workspace import Workspace
 from tests.deadline import wait_until
 from tests.training.models import Training, mlp
@@ -143,7 +142,7 @@ def test_what_the_watch_takes_back_by_itself_is_an_entry() -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 300)
         fix(training, tracker, "set_learning_rate", learning_rate=9.0)
-        train(training, tracker, WATCH_STEPS + 1)
+        train(training, tracker, MAX_STEPS + 1)
     assert course(tracker) == [("i1", "set_learning_rate", s) for s in ("pending", "applied", "reverted")]
 
 
@@ -179,6 +178,7 @@ def test_what_a_client_asked_before_it_went_away_is_done_or_refused(
 
 ASK_AND_WAIT = """
 import sys
+from pathlib import Path
 from gradtracer.control import ControlClient, FixRequest
 from gradtracer.home import read_manifest
 request = FixRequest(fix="clip_grad_norm", mode="apply", parameters={"max_norm": 1.0}, requester="lost", wait_s=50)
@@ -191,9 +191,11 @@ def test_what_a_killed_agent_asked_is_done(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 3)
         agent = subprocess.Popen([sys.executable, "-c", ASK_AND_WAIT, tracker.directory], env=dict(os.environ))
-        wait_until(lambda: status(tracker).pending == 1)
-        os.kill(agent.pid, signal.SIGKILL)
-        agent.wait()
+        try:
+            wait_until(lambda: status(tracker).pending == 1)
+        finally:
+            agent.kill()
+            agent.wait()
         train(training, tracker, 1)
         found = newest(tracker, "i1")
         assert (found.state, found.requester) == (InterventionState.APPLIED, "lost")
@@ -304,7 +306,7 @@ def test_what_the_run_took_back_by_itself_must_be_seen_by_the_one_who_asked_for_
         train(training, tracker, 300)
         applied = fix(training, tracker, "set_learning_rate", learning_rate=9.0)
         seen = status(tracker).num_changes
-        train(training, tracker, WATCH_STEPS + 1)
+        train(training, tracker, MAX_STEPS + 1)
         message = refusal(ask(training, tracker, clip(applied.requester, seen=seen)))
         assert f"{applied.id} set_learning_rate was taken back by itself at step" in message
 
@@ -361,7 +363,8 @@ def test_a_policy_takes_effect_at_the_boundary_and_says_what_it_changed(training
             ("policy.mode", "off", "guarded"),
             ("policy.cooldown_steps", 20, 7),
         ]
-        assert (status(tracker).policy, status(tracker).num_changes) == (wanted, 1)
+        assert status(tracker).policy == wanted
+        assert status(tracker).num_changes >= 1  # what it then does by itself counts too
         assert tracker._controller.policy == wanted
         assert Workspace().get_run_status(tracker.run_id).policy == wanted
     assert Workspace().get_run_status(tracker.run_id).policy is None
