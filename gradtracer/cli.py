@@ -543,6 +543,7 @@ def _parameters(settings: Iterable[str]) -> dict[str, ParameterScalar]:
         name, equals, text = setting.partition("=")
         if not name or not equals:
             raise UsageError(f"expected NAME=VALUE, got {setting!r}")
+        value: Any
         try:
             value = json.loads(text, parse_constant=str)
         except ValueError:
