@@ -543,14 +543,18 @@ def _parameters(settings: Iterable[str]) -> dict[str, ParameterScalar]:
         name, equals, text = setting.partition("=")
         if not name or not equals:
             raise UsageError(f"expected NAME=VALUE, got {setting!r}")
-        value: Any
-        try:
-            value = json.loads(text, parse_constant=str)
-        except ValueError:
-            value = text
-        plain = not isinstance(value, list | dict) and value not in (math.inf, -math.inf)
-        found[name] = value if plain else text
+        found[name] = _scalar(text)
     return found
+
+
+def _scalar(text: str) -> ParameterScalar:
+    try:
+        value: Any = json.loads(text, parse_constant=str)
+    except ValueError:
+        return text
+    if isinstance(value, float) and not math.isfinite(value):
+        return text
+    return value if value is None or isinstance(value, bool | int | float | str) else text
 
 
 def _show_outcome(workspace: Workspace, asked: Intervention, as_json: bool) -> None:
