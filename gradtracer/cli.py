@@ -26,6 +26,8 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from gradtracer import __version__
+from gradtracer.control import MAX_ALTERNATIVES, MAX_TRIAL_STEPS, Candidate
+from gradtracer.curves import is_log_scale, sparkline
 from gradtracer.errors import (
     AmbiguousRun,
     GradtracerError,
@@ -35,12 +37,17 @@ from gradtracer.errors import (
     UsageError,
 )
 from gradtracer.home import home_directory
+from gradtracer.intervention_view import audit_view, fixes_view, intervention_view, policy_line
 from gradtracer.records import (
     CausalHypothesis,
     Diagnosis,
     Evidence,
     FixSuggestion,
+    Intervention,
+    InterventionState,
     MetricSeries,
+    ParameterScalar,
+    PolicyMode,
     RunState,
     RunStatus,
     RunSummary,
@@ -49,6 +56,7 @@ from gradtracer.records import (
 )
 from gradtracer.workspace import Workspace
 
+_POLL_S = 0.5
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NO_SUCH_RUN = 3
@@ -62,6 +70,11 @@ _COMMAND_OF_TOOL = {
     "get_health_events": "gradtracer watch",
     "explain_failure": "gradtracer explain",
     "get_report": "gradtracer report",
+    "list_fixes": "gradtracer fixes",
+    "apply_autofix": "gradtracer fix",
+    "get_intervention": "gradtracer audit",
+    "revert_intervention": "gradtracer revert",
+    "set_autofix_policy": "gradtracer policy",
 }
 _TOOL = re.compile(r"\b(" + "|".join(_COMMAND_OF_TOOL) + r")\b")
 _ENDED = (RunState.FINISHED, RunState.CRASHED)
@@ -114,6 +127,14 @@ app = typer.Typer(
 )
 
 
+class FixMode(str, Enum):
+    """How far a fix goes."""
+
+    DRY_RUN = "dry_run"
+    TRIAL = "trial"
+    APPLY = "apply"
+
+
 class ReportFormat(str, Enum):
     """How a report is written."""
 
@@ -126,6 +147,8 @@ RunArgument = Annotated[
     str | None,
     typer.Argument(metavar="RUN", help="Id of the run, as `gradtracer runs` shows it; not needed where one is live."),
 ]
+RunToChange = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, as `gradtracer runs` shows it.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why, for the record.")]
 HomeOption = Annotated[
     Path | None,
     typer.Option("--home", metavar="DIR", help="Where runs are kept; GRADTRACER_HOME or your state folder by default."),
@@ -152,7 +175,7 @@ def _gradtracer(
     \b
     Exit codes:
       0  done
-      1  `demo` did not mend its run
+      1  the run refused, `audit` found a break, or `demo` did not mend its run
       2  the command line is wrong
       3  no such run, or more than one to choose from
       4  what lies on disk cannot be trusted or read
@@ -285,6 +308,124 @@ def report(
 
 
 @app.command()
+def fixes(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Also say what the diagnosis of this run suggests.")
+    ] = None,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the fixes that `fix` knows, with their parameters."""
+    found = _workspace(home).list_fixes(run)
+    if as_json:
+        _print_json(found)
+    else:
+        _console().print(fixes_view(found))
+
+
+@app.command()
+def fix(
+    run: RunToChange,
+    code: Annotated[str, typer.Argument(metavar="CODE", help="Code of the fix, as `gradtracer fixes` shows it.")],
+    parameters: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter; once for each.")
+    ] = None,
+    mode: Annotated[
+        FixMode, typer.Option(help="Show what would change, try it on a fork of the live state, or do it.")
+    ] = FixMode.DRY_RUN,
+    rollback_first: Annotated[
+        bool, typer.Option("--rollback-first", help="Restore the newest snapshot from before the trouble first.")
+    ] = False,
+    alternatives: Annotated[
+        list[str] | None,
+        typer.Option("--or", metavar="'CODE NAME=VALUE ...'", help="For a trial: a further fix to rank with it."),
+    ] = None,
+    trial_steps: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TRIAL_STEPS, help="For a trial: steps of each branch.")
+    ] = None,
+    reason: ReasonOption = "",
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Preview, try or apply a fix on a live run.
+
+    It waits until the run has done it; Ctrl-C leaves it to the run.
+    """
+    if len(alternatives or ()) > MAX_ALTERNATIVES:
+        raise UsageError(f"--or: expected at most {MAX_ALTERNATIVES}, got {len(alternatives or ())}")
+    workspace = _workspace(home)
+    asked = workspace.apply_autofix(
+        run,
+        fix=code,
+        parameters=_parameters(parameters or ()),
+        mode=mode.value,
+        rollback_first=rollback_first,
+        alternatives=[_candidate(alternative) for alternative in alternatives or ()],
+        trial_steps=trial_steps,
+        reason=reason,
+    )
+    _show_outcome(workspace, asked, as_json)
+
+
+@app.command()
+def revert(
+    run: RunToChange,
+    intervention: Annotated[str, typer.Argument(metavar="ID", help="Id of the intervention, e.g. i3.")],
+    reason: ReasonOption = "",
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a fix back."""
+    workspace = _workspace(home)
+    _show_outcome(workspace, workspace.revert_intervention(run, intervention, reason=reason), as_json)
+
+
+@app.command()
+def policy(
+    run: RunToChange,
+    mode: Annotated[PolicyMode, typer.Argument(metavar="MODE", help="off, safe or guarded.")],
+    max_interventions: Annotated[
+        int | None, typer.Option(min=0, max=1000, help="At most this many within --within-steps.")
+    ] = None,
+    within_steps: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="See --max-interventions.")] = None,
+    cooldown_steps: Annotated[
+        int | None, typer.Option(min=0, max=1_000_000, help="Steps between two interventions.")
+    ] = None,
+    max_per_fix: Annotated[int | None, typer.Option(min=1, max=1000, help="At most this many of one fix.")] = None,
+    reason: ReasonOption = "",
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a live run may mend by itself; what is left out stays as it is."""
+    workspace = _workspace(home)
+    asked = workspace.set_autofix_policy(
+        run,
+        mode=mode,
+        max_interventions=max_interventions,
+        within_steps=within_steps,
+        cooldown_steps=cooldown_steps,
+        max_per_fix=max_per_fix,
+        reason=reason,
+    )
+    _show_outcome(workspace, asked, as_json)
+
+
+@app.command()
+def audit(run: RunArgument = None, home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List all that was asked of a run and done to it, and check that the list is whole and unchanged.
+
+    Exit code 1 where it is not.
+    """
+    trail = _workspace(home).get_audit(run)
+    if as_json:
+        _print_json(trail)
+    else:
+        _console().print(audit_view(trail))
+    if not trail.intact:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
 def validate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON or XML document; - reads stdin.")],
     as_json: JsonOption = False,
@@ -387,7 +528,51 @@ class _Watched:
 
 
 def _workspace(home: Path | None) -> Workspace:
-    return Workspace(home_directory(home))
+    return Workspace(home_directory(home), requester="cli")
+
+
+def _candidate(text: str) -> Candidate:
+    code, *parameters = text.split() or [""]
+    return Candidate(fix=code, parameters=_parameters(parameters))
+
+
+def _parameters(settings: Iterable[str]) -> dict[str, ParameterScalar]:
+    """``name=value`` pairs; a value is a number, true, false or null where it reads as one, else text."""
+    found: dict[str, ParameterScalar] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not name or not equals:
+            raise UsageError(f"expected NAME=VALUE, got {setting!r}")
+        found[name] = _scalar(text)
+    return found
+
+
+def _scalar(text: str) -> ParameterScalar:
+    try:
+        value: Any = json.loads(text, parse_constant=str)
+    except ValueError:
+        return text
+    if isinstance(value, float) and not math.isfinite(value):
+        return text
+    return value if value is None or isinstance(value, bool | int | float | str) else text
+
+
+def _show_outcome(workspace: Workspace, asked: Intervention, as_json: bool) -> None:
+    """Wait for the end of what was asked, and show it."""
+    if asked.state is InterventionState.PENDING:
+        print(f"gradtracer: {asked.id} waits for the run; Ctrl-C leaves it to the run", file=sys.stderr)
+    try:
+        while asked.state is InterventionState.PENDING and workspace.summary(asked.run_id).state not in _ENDED:
+            time.sleep(_POLL_S)
+            asked = workspace.get_intervention(asked.run_id, asked.id)
+    except KeyboardInterrupt:
+        pass
+    if as_json:
+        _print_json(asked)
+    else:
+        _console().print(intervention_view(asked))
+    if asked.state in (InterventionState.REFUSED, InterventionState.FAILED):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _console() -> Console:
@@ -434,6 +619,8 @@ def _status_view(status: RunStatus, loss: MetricSeries | None, events: Sequence[
     parts += [Text(), _events_table(events)] if events else [Text("no events", style="dim")]
     if status.active_fixes:
         parts.append(Text(f"fixes in force: {', '.join(status.active_fixes)}", style="cyan"))
+    if status.policy is not None and status.policy.mode is not PolicyMode.OFF:
+        parts.append(Text(policy_line(status.policy), style="cyan"))
     return Group(*parts)
 
 
@@ -458,41 +645,8 @@ def _loss_line(loss: MetricSeries) -> Text:
     line = Text.assemble(("loss ", "dim"), (sparkline(values), "cyan"))
     finite = [value for value in values if value is not None]
     if finite:
-        line.append(f"  {min(finite):.3g} to {max(finite):.3g}{', log scale' if _log_scale(finite) else ''}", "dim")
+        line.append(f"  {min(finite):.3g} to {max(finite):.3g}{', log scale' if is_log_scale(finite) else ''}", "dim")
     return line.append(f"  {loss.num_non_finite} not finite", "bold red") if loss.num_non_finite else line
-
-
-def sparkline(values: Sequence[float | None], width: int = 60) -> str:
-    """A curve as one line of block characters.
-
-    Args:
-        values: Values in order; None (missing or not finite) is drawn as ``×``.
-        width: At most so many characters; each shows the mean of its share of the values.
-
-    Returns:
-        The line, lowest value ``▁``, highest ``█``; logarithmic where the values are positive and span a factor of
-        more than 100.
-    """
-    finite = [v for v in values if v is not None]
-    if not finite:
-        return "×" * min(len(values), width)
-    to_scale = math.log if _log_scale(finite) else float
-    low, high = to_scale(min(finite)), to_scale(max(finite))
-    count = min(len(values), width)
-    line = ""
-    for i in range(count):
-        bucket = values[i * len(values) // count : (i + 1) * len(values) // count]
-        shown = [to_scale(v) for v in bucket if v is not None]
-        if not shown:
-            line += "×"
-            continue
-        share = (sum(shown) / len(shown) - low) / (high - low) if high > low else 0.0
-        line += "▁▂▃▄▅▆▇█"[min(7, int(share * 8))]
-    return line
-
-
-def _log_scale(finite: Sequence[float]) -> bool:
-    return min(finite) > 0 and max(finite) / min(finite) > 100
 
 
 def _health_table(status: RunStatus) -> Table:

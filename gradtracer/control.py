@@ -50,18 +50,13 @@ class Candidate(Record):
     )
 
 
-MAX_TRIAL_STEPS = 200
+DEFAULT_TRIAL_STEPS, MAX_TRIAL_STEPS = 20, 200
+MAX_ALTERNATIVES = 5
 
 
-class FixRequest(Candidate):
-    """Preview, try or apply a fix at the next step boundary."""
+class Asked(Record):
+    """What all requests that act say about who asks."""
 
-    kind: Literal["fix"] = "fix"
-    mode: Literal["dry_run", "trial", "apply"]
-    alternatives: tuple[Candidate, ...] = Field(
-        default=(), max_length=5, description="For a trial: further candidates, ranked with the first."
-    )
-    trial_steps: int = Field(default=20, ge=1, le=MAX_TRIAL_STEPS, description="For a trial: steps of each branch.")
     seen: int | None = Field(
         default=None,
         ge=0,
@@ -73,17 +68,27 @@ class FixRequest(Candidate):
     wait_s: float = Field(default=20.0, ge=0, le=50, description="How long to wait for the step boundary.")
 
 
-class RevertRequest(Record):
+class FixRequest(Candidate, Asked):
+    """Preview, try or apply a fix at the next step boundary."""
+
+    kind: Literal["fix"] = "fix"
+    mode: Literal["dry_run", "trial", "apply"]
+    alternatives: tuple[Candidate, ...] = Field(
+        default=(), max_length=MAX_ALTERNATIVES, description="For a trial: further candidates, ranked with the first."
+    )
+    trial_steps: int = Field(
+        default=DEFAULT_TRIAL_STEPS, ge=1, le=MAX_TRIAL_STEPS, description="For a trial: steps of each branch."
+    )
+
+
+class RevertRequest(Asked):
     """Take an intervention back at the next step boundary."""
 
     kind: Literal["revert"] = "revert"
     intervention_id: Name
-    requester: Name
-    reason: Text = ""
-    wait_s: float = Field(default=20.0, ge=0, le=50)
 
 
-class TrainingRequest(Record):
+class TrainingRequest(Asked):
     """Pause, resume, checkpoint, roll back or stop the training at the next step boundary."""
 
     kind: Literal["training"] = "training"
@@ -91,19 +96,13 @@ class TrainingRequest(Record):
     snapshot: Name | None = Field(
         default=None, description="For rollback: which snapshot; the newest healthy by default."
     )
-    requester: Name
-    reason: Text = ""
-    wait_s: float = Field(default=20.0, ge=0, le=50)
 
 
-class PolicyRequest(Record):
+class PolicyRequest(Asked):
     """Change what the run may do by itself, at the next step boundary."""
 
     kind: Literal["policy"] = "policy"
     policy: AutofixPolicy
-    requester: Name
-    reason: Text = ""
-    wait_s: float = Field(default=20.0, ge=0, le=50)
 
 
 ActingRequest = FixRequest | RevertRequest | TrainingRequest | PolicyRequest
@@ -143,6 +142,7 @@ class Done(Record):
     """Answer to a flush request."""
 
     kind: Literal["done"] = "done"
+    num_changes: int = Field(default=0, ge=0, description="Interventions that had changed the run before the flush.")
 
 
 class InterventionReply(Record):
@@ -150,6 +150,9 @@ class InterventionReply(Record):
 
     kind: Literal["intervention"] = "intervention"
     intervention: Intervention
+    num_changes: int | None = Field(
+        default=None, ge=0, description="Interventions that had changed the run then; null while this one is pending."
+    )
 
 
 class Refusal(Record):

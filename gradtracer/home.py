@@ -58,7 +58,7 @@ def new_run_directory(home: Path, name: str) -> tuple[str, Path]:
     Returns:
         The run id and its folder, mode 0700.
     """
-    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "run"
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_")[:40] or "run"
     runs = home / "runs"
     runs.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:

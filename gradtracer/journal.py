@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from gradtracer.audit_chain import Break, StoredEntry, head_of, seal, verify
 from gradtracer.errors import CorruptJournal
-from gradtracer.records import Intervention, Observation, SemanticEvent, Severity
+from gradtracer.records import AuditEntry, AuditHead, Intervention, Observation, SemanticEvent, Severity
 from gradtracer.samples import LayerTable, Layout, Sample
 
 JOURNAL_NAME = "journal.sqlite"
@@ -60,8 +62,12 @@ CREATE TABLE observations (seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind 
 CREATE TABLE interventions (id TEXT PRIMARY KEY, seq INTEGER NOT NULL, document TEXT NOT NULL);
 """
 
+_SCHEMA_2 = """
+CREATE TABLE audit (seq INTEGER PRIMARY KEY, document TEXT NOT NULL, hash TEXT NOT NULL)
+"""
+
 # Migrations in order: entry n brings a journal from version n to n + 1. Append, never edit.
-MIGRATIONS: tuple[str, ...] = (_SCHEMA_1,)
+MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2)
 VERSION = len(MIGRATIONS)
 
 
@@ -89,6 +95,9 @@ class JournalWriter:
             self._db.execute("PRAGMA synchronous=NORMAL")
             migrate(self._db)
             self._seq: int = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]
+            last = self._db.execute("SELECT seq, document, hash FROM audit ORDER BY seq DESC LIMIT 1").fetchone()
+            self.audit_head = head_of(StoredEntry(*last)) if last else AuditHead()
+            """End of the audit trail so far."""
         except BaseException:
             self._db.close()
             raise
@@ -147,9 +156,17 @@ class JournalWriter:
             (observation.step, observation.kind, observation.model_dump_json()),
         )
 
-    def put_intervention(self, intervention: Intervention) -> None:
-        """Insert or replace an intervention."""
+    def put_intervention(self, intervention: Intervention, time_s: float | None = None) -> None:
+        """Insert or replace an intervention, and append to the audit trail how it stands now.
+
+        Args:
+            intervention: Its id decides which is replaced.
+            time_s: Unix time at which it came to stand so, seconds; now by default.
+        """
         self._begin()
+        entry = seal(intervention, time.time() if time_s is None else time_s, self.audit_head)
+        self._db.execute("INSERT INTO audit VALUES (?, ?, ?)", (entry.seq, entry.document, entry.hash))
+        self.audit_head = head_of(entry)
         self._db.execute(
             "INSERT INTO interventions SELECT ?, COALESCE(MAX(seq), 0) + 1, ? FROM interventions WHERE true "
             "ON CONFLICT (id) DO UPDATE SET document = excluded.document",
@@ -385,6 +402,11 @@ class Journal:
         """Interventions in the order in which they were asked for."""
         rows = self._all("SELECT document FROM interventions ORDER BY seq")
         return [self._parse(Intervention.model_validate_json, document) for (document,) in rows]
+
+    def audit(self, head: AuditHead | None) -> tuple[list[AuditEntry], Break | None]:
+        """The audit trail, and where it breaks; see `gradtracer.audit_chain.verify`."""
+        rows = self._all("SELECT seq, CAST(document AS TEXT), CAST(hash AS TEXT) FROM audit ORDER BY seq")
+        return verify([StoredEntry(*row) for row in rows], self.interventions(), head)
 
     def last_step(self) -> tuple[int, float, float] | None:
         """Number, Unix time and loss of the newest step; None before the first."""

@@ -15,7 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gradtracer import curves
 from gradtracer.diagnosis import HEALTHY, UNKNOWN, diagnose
+from gradtracer.fixes import FIXES
 from gradtracer.records import (
     CaptureNotice,
     CausalHypothesis,
@@ -23,16 +25,20 @@ from gradtracer.records import (
     GradientHealth,
     GradientThresholds,
     Intervention,
+    InterventionState,
     LayerStat,
     LayerStats,
     Measure,
     MetricSeries,
     OptimizerDescription,
+    ParameterValue,
     Point,
     RunManifest,
     RunState,
     SemanticEvent,
     Severity,
+    TrialBranch,
+    TrialResult,
     finite,
 )
 from gradtracer.samples import LayerTable
@@ -51,6 +57,7 @@ _MAX_HYPOTHESES = 5
 _MAX_EVENTS = 100
 _MAX_TERMINAL_EVENTS = 8
 _MAX_TERMINAL_CAUSES = 3
+_TRIAL_WIDTH = 30
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # Worst first; what has no gradient at all may be meant so.
 HEALTH_ORDER = (
@@ -107,9 +114,19 @@ def build_report(
         events=tuple(sorted(series.events, key=lambda e: e.step)),
         hypotheses=hypotheses,
         interventions=series.interventions,
+        needed_by_saved_model=tuple(i.id for i in series.interventions if _changes_function(i)),
         notices=tuple(dict.fromkeys(o.message for o in series.observations if isinstance(o, CaptureNotice))),
         error=manifest.error,
     )
+
+
+def _changes_function(intervention: Intervention) -> bool:
+    """Whether it is in force and the model computes another function with it."""
+    in_force = intervention.mode == "apply" and intervention.state in (
+        InterventionState.APPLIED,
+        InterventionState.KEPT,
+    )
+    return in_force and intervention.fix in FIXES and FIXES[intervention.fix].changes_function
 
 
 def _holds_anything(series: Series) -> bool:
@@ -357,9 +374,8 @@ def _reasons(cause: CausalHypothesis) -> list[tuple[str, str]]:
     if cause.advice:
         rows.append(("advice", cause.advice))
     for fix in cause.fixes:
-        arguments = ", ".join(f"{p.name}={number(p.value)}" for p in fix.parameters)
         effect = f": {fix.expected_effect}" if fix.expected_effect else ""
-        rows.append(("fix", f"{fix.fix}({arguments}){effect}"))
+        rows.append(("fix", f"{called(fix.fix, fix.parameters)}{effect}"))
     return rows
 
 
@@ -388,7 +404,67 @@ def _effects(intervention: Intervention) -> list[str]:
     rows = [f"{c.target}: {number(c.old)} → {number(c.new)}" for c in intervention.changes]
     if intervention.loss_before is not None or intervention.loss_after is not None:
         rows.append(f"loss: {number(intervention.loss_before)} → {number(intervention.loss_after)}")
-    return [*rows, intervention.outcome] if intervention.outcome else rows
+    rows += [intervention.outcome] if intervention.outcome else []
+    return rows if intervention.trial is None else [*rows, *_branches(intervention.trial)]
+
+
+def trial_rows(trial: TrialResult) -> list[tuple[str, str, str, str, str]]:
+    """A trial for a reader: each branch's fix, verdict, final loss, how far that is from the control's, and curve."""
+    losses = [loss for branch in trial.branches for loss in branch.losses]
+    return [
+        (
+            _branch_name(branch),
+            branch.verdict.replace("_", " "),
+            number(branch.final_loss),
+            _against_control(branch),
+            curves.sparkline(branch.losses, _TRIAL_WIDTH, among=losses),
+        )
+        for branch in trial.branches
+    ]
+
+
+def _branch_name(branch: TrialBranch) -> str:
+    if branch.verdict == "control":
+        return branch.fix
+    return f"{'rollback, then ' if branch.rollback_first else ''}{called(branch.fix, branch.parameters)}"
+
+
+def _against_control(branch: TrialBranch) -> str:
+    if branch.difference is None:
+        return number(None)
+    error = f" ± {branch.standard_error:.2g}" if branch.standard_error is not None else ""
+    return f"{branch.difference:+.4g}{error}"
+
+
+def _branches(trial: TrialResult) -> list[str]:
+    rows = [
+        f"{name}{'' if branch.verdict == 'control' else f': {verdict}'}, final loss {loss}"
+        + (f" ({against} against the control)" if branch.difference is not None else "")
+        + (f", {_count(branch.num_non_finite, 'step')} not finite" if branch.num_non_finite else "")
+        + (f", {branch.note}" if branch.note else "")
+        + (f", losses {curve}" if curve else "")
+        for branch, (name, verdict, loss, against, curve) in zip(trial.branches, trial_rows(trial), strict=True)
+    ]
+    batches = "1 batch" if trial.num_batches == 1 else f"{trial.num_batches} batches"
+    size = f"trial of {_count(trial.num_steps, 'step')} on {batches}"
+    return [f"{size}, {number(trial.seconds)} s: {trial.conclusion or 'see the branches'}", *rows]
+
+
+def called(fix: str, parameters: Sequence[ParameterValue]) -> str:
+    """A fix with its parameters, as a call; those that are left to their default are left out."""
+    return f"{fix}({', '.join(f'{p.name}={number(p.value)}' for p in parameters if p.value is not None)})"
+
+
+def _saved_model_needs(report: DiagnosticReport) -> str:
+    """What to know before the model is saved; empty where there is nothing."""
+    needed = [i for i in report.interventions if i.id in report.needed_by_saved_model]
+    if not needed:
+        return ""
+    fixes = ", ".join(f"{i.id} {called(i.fix, i.parameters)}" for i in needed)
+    return (
+        f"The saved model needs {fixes}: with it the model computes another function, which its state dict alone does "
+        "not hold."
+    )
 
 
 def _worst_first(layers: Sequence[LayerStats]) -> list[LayerStats]:
@@ -462,6 +538,8 @@ def to_markdown(report: DiagnosticReport) -> str:
         lines += [f"   - {e(text)}" for text in _effects(intervention)]
     if not report.interventions:
         lines.append("Nothing: no fix was asked for.")
+    if needed := _saved_model_needs(report):
+        lines += ["", f"**{e(needed)}**"]
 
     if report.layers:
         header, rows = _layer_rows(report.layers)
@@ -546,6 +624,8 @@ def to_text(report: DiagnosticReport, *, width: int = 100, color: bool = False) 
         console.print(Text(f"  {_line(_deed(intervention))}"))
         for text in _effects(intervention):
             console.print(Text(f"     {_line(text)}", style="dim"))
+    if needed := _saved_model_needs(report):
+        console.print(Text(f"  {_line(needed)}", style="bold yellow"))
 
     _section(console, "Not recorded", bool(report.notices))
     for notice in report.notices:

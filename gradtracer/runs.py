@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradtracer.candidates import closest, few
-from gradtracer.control import ControlClient, FlushRequest, LiveStatus, Request, StatusRequest
+from gradtracer.control import ControlClient, Done, FlushRequest, LiveStatus, Request, StatusRequest
 from gradtracer.errors import (
     AmbiguousRun,
     RunDidNotAnswer,
@@ -137,10 +137,16 @@ def standing(run: Run) -> tuple[RunState, LiveStatus | None]:
     return (RunState.HUNG if reply.stall else RunState.RUNNING), reply
 
 
-def flush(run: Run) -> None:
-    """Bring the journal of a live run up to now; one that does not answer is read as it is."""
-    if run.state is RunState.RUNNING and run.manifest.address is not None:
-        try:
-            _ask(run, FlushRequest())
-        except RunUnavailable:
-            return
+def flush(run: Run) -> int | None:
+    """Bring the journal of a live run up to now; one that does not answer is read as it is.
+
+    Returns:
+        How many interventions had changed the run by then; None where it does not answer.
+    """
+    if run.state is not RunState.RUNNING or run.manifest.address is None:
+        return None
+    try:
+        reply = _ask(run, FlushRequest())
+    except RunUnavailable:
+        return None
+    return reply.num_changes if isinstance(reply, Done) else None

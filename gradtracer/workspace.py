@@ -6,7 +6,8 @@ over its control channel. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +16,13 @@ import numpy as np
 from gradtracer.candidates import MAX_CANDIDATES, unknown
 from gradtracer.causes import CAUSES
 from gradtracer.control import (
+    DEFAULT_TRIAL_STEPS,
     ActingRequest,
+    Candidate,
     ControlClient,
     FixRequest,
     InterventionReply,
+    PolicyRequest,
     Refusal,
     RevertRequest,
     TrainingRequest,
@@ -34,7 +38,7 @@ from gradtracer.errors import (
     UnknownIntervention,
     Untrusted,
 )
-from gradtracer.fixes import FIXES, get_fix
+from gradtracer.fixes import FIXES
 from gradtracer.home import home_directory, list_run_directories
 from gradtracer.journal import Journal
 from gradtracer.recorded import (
@@ -47,6 +51,8 @@ from gradtracer.recorded import (
     with_recorded,
 )
 from gradtracer.records import (
+    AuditTrail,
+    AutofixPolicy,
     CausalHypothesis,
     Diagnosis,
     DiagnosticReport,
@@ -59,6 +65,7 @@ from gradtracer.records import (
     MetricsAnswer,
     MetricSeries,
     ParameterScalar,
+    PolicyMode,
     RankedSuggestion,
     RunList,
     RunNotice,
@@ -78,7 +85,6 @@ Action = Literal["pause", "resume", "checkpoint", "rollback", "stop"]
 
 # A live process answers from a thread of its own within milliseconds; a second tells a busy machine from a stopped one.
 _ANSWER_S = 1.0
-_BOUNDARY_S = 20.0
 _MAX_CANDIDATES = 8
 _MAX_DEFAULT_LAYERS = 20
 _MIN_SUGGESTED_PROBABILITY = 0.05
@@ -91,12 +97,18 @@ class Workspace:
 
     Wherever `run_id` may be left out, the one live run is meant, or the only run there is.
 
+    A workspace speaks for one requester and remembers up to where it has shown each run: a run that others have
+    changed since refuses what it asks for.
+
     Args:
         home: The home of all runs; ``GRADTRACER_HOME`` or the user's state folder by default.
+        requester: Who asks, for the record; two who act independently need two names.
     """
 
-    def __init__(self, home: Path | str | None = None) -> None:
+    def __init__(self, home: Path | str | None = None, *, requester: str = "agent") -> None:
         self.home = home_directory(home)
+        self.requester = requester
+        self._seen: dict[str, int] = {}
 
     def list_runs(self, limit: int = 20) -> RunList:
         """The newest runs, each in one line, and the directories that cannot be read."""
@@ -142,12 +154,14 @@ class Workspace:
             step=live.step if live and live.step >= 0 else None,
             loss=None,
             active_fixes=live.active_interventions if live else (),
+            policy=live.policy if live else None,
             stall=live.stall if live else None,
             error=run.error(),
         )
         if run.has_journal:
             with Journal(run.directory) as journal:
                 status = with_recorded(status, journal)
+        self._note_seen(run, live.num_changes if live else None)
         return status.model_copy(update={"next_steps": _next_steps(status)})
 
     def get_health_events(
@@ -178,9 +192,7 @@ class Workspace:
             UnknownLayer: If the run has no such layer.
             BadParameter: If no detector has this code.
         """
-        run = find_run(self.home, run_id)
-        flush(run)
-        with Journal(run.directory) as journal:
+        with self._reading(run_id) as (run, journal):
             if layer is not None:
                 check_layers(journal, [layer])
             if kind is not None and kind not in DETECTORS and not journal.events(kind=kind, limit=1):
@@ -263,11 +275,9 @@ class Workspace:
                 )
             if layers is not None and signal not in LAYER_SIGNALS:
                 raise BadParameter(f"{signal} is a signal of the whole run: call get_metrics without layers for it")
-        run = find_run(self.home, run_id)
-        flush(run)
         left_out: tuple[str, ...] = ()
         series: list[MetricSeries] = []
-        with Journal(run.directory) as journal:
+        with self._reading(run_id) as (run, journal):
             if layers is not None:
                 check_layers(journal, layers)
             run_signals = [s for s in signals if layers is None and s in RUN_SIGNALS]
@@ -310,10 +320,7 @@ class Workspace:
             UnknownLayer: If the run has no such layer.
             BadParameter: If no step was sampled at or before `step`.
         """
-        run = find_run(self.home, run_id)
-        if step is None:
-            flush(run)
-        with Journal(run.directory) as journal:
+        with self._reading(run_id) as (run, journal):
             known = check_layers(journal, layers or ())
             found = journal.newest_table(step)
             if found is None:
@@ -354,9 +361,7 @@ class Workspace:
             run_id: Which run.
             redetect: Run today's detectors over the recorded steps instead of taking the recorded events.
         """
-        run = find_run(self.home, run_id)
-        flush(run)
-        with Journal(run.directory) as journal:
+        with self._reading(run_id) as (run, journal):
             series = Series.from_journal(journal)
         if redetect:
             series = redetected(series)
@@ -398,7 +403,10 @@ class Workspace:
             cause=cause,
             fixes=tuple(fixes),
             suggestions=tuple(suggestions),
-            next_steps=("Call apply_autofix with mode=dry_run first: it shows old and new values.",)
+            next_steps=(
+                "Call apply_autofix with mode=dry_run first: it shows old and new values; mode=trial then proves a "
+                "fix, or ranks several, on a fork of the run.",
+            )
             if fixes
             else ("No fix mends this on a live run; explain_failure says what to change in the source.",),
         )
@@ -410,45 +418,48 @@ class Workspace:
         fix: str,
         parameters: Mapping[str, ParameterScalar] | None = None,
         mode: Literal["dry_run", "trial", "apply"] = "dry_run",
+        rollback_first: bool = False,
+        alternatives: Sequence[Candidate] = (),
+        trial_steps: int | None = None,
         reason: str = "",
-        requester: str = "agent",
     ) -> Intervention:
-        """Preview or apply a fix at the next step boundary of a live run.
+        """Preview, try or apply a fix at the next step boundary of a live run.
 
         Args:
             run_id: The run.
             fix: Code of the fix.
             parameters: Its parameters by name.
-            mode: ``dry_run`` shows what would change; ``apply`` snapshots and does it.
+            mode: ``dry_run`` shows what would change; ``trial`` trains on with and without it for some steps, compares
+                and puts everything back; ``apply`` snapshots and does it.
+            rollback_first: Restore the newest snapshot from before the trouble first.
+            alternatives: For a trial: further fixes, ranked with this one.
+            trial_steps: For a trial: steps of each branch; 20 by default.
             reason: Why, for the record.
-            requester: Who asks, for the record.
 
         Returns:
-            The intervention; ``pending`` where the step boundary was not reached in time.
+            The intervention; ``pending`` where it was not done in time, which a trial seldom is.
 
         Raises:
             UnknownFix: If there is no such fix.
-            BadParameter: If a parameter is unknown, of the wrong type or out of bounds, or the mode is ``trial``.
+            BadParameter: If a parameter is unknown, of the wrong type or out of bounds, or belongs to another mode.
             RunNotLive: If the run's process is gone.
             RunDidNotAnswer: If it does not answer.
-            RunRefused: If it cannot do this now.
+            RunRefused: If it cannot do this now, or others have changed it since this workspace showed it.
         """
-        if mode == "trial":
-            raise BadParameter(
-                "mode=trial comes in a later version; use dry_run, then apply: it snapshots first and can be reverted "
-                "with revert_intervention"
-            )
-        if fix not in FIXES:
-            raise UnknownFix(unknown("fix", fix, FIXES.codes, f"list_fixes shows {', '.join(FIXES.codes) or 'none'}"))
-        parameters = dict(parameters or {})
-        get_fix(fix).parse(parameters)
-        return self._act(
-            run_id,
-            FixRequest(
-                fix=fix, mode=mode, parameters=parameters, requester=requester, reason=reason, wait_s=_BOUNDARY_S
-            ),
-            f"{mode} of {fix}",
+        if mode != "trial" and (alternatives or trial_steps is not None):
+            raise BadParameter(f"`alternatives` and `trial_steps` go with mode=trial only, not with {mode}")
+        # The run checks fixes and parameters itself, so that what it refuses is in its record too.
+        request = FixRequest(
+            fix=fix,
+            mode=mode,
+            parameters=dict(parameters or {}),
+            rollback_first=rollback_first,
+            alternatives=tuple(alternatives),
+            trial_steps=DEFAULT_TRIAL_STEPS if trial_steps is None else trial_steps,
+            requester=self.requester,
+            reason=reason,
         )
+        return self._act(run_id, request, f"{mode} of {fix[:80]}")
 
     def get_intervention(self, run_id: str | None, intervention_id: str) -> Intervention:
         """One intervention, as it stands now.
@@ -456,29 +467,25 @@ class Workspace:
         Raises:
             UnknownIntervention: If the run has none of this id.
         """
-        run = find_run(self.home, run_id)
-        flush(run)
-        with Journal(run.directory) as journal:
+        with self._reading(run_id) as (run, journal):
             interventions = journal.interventions()
-        found = next((i for i in interventions if i.id == intervention_id), None)
-        if found is None:
-            raise UnknownIntervention(
-                f"run {run.run_id} has no intervention {intervention_id[:80]!r}; it has "
-                f"{', '.join(i.id for i in interventions[-MAX_CANDIDATES:]) or 'none'}. get_run_status shows those in "
-                "force, get_report all of them"
-            )
+            found = next((i for i in interventions if i.id == intervention_id), None)
+            if found is None:
+                raise UnknownIntervention(
+                    f"run {run.run_id} has no intervention {intervention_id[:80]!r}; it has "
+                    f"{', '.join(i.id for i in interventions[-MAX_CANDIDATES:]) or 'none'}. get_run_status shows those "
+                    "in force, get_report all of them"
+                )
         return found
 
-    def revert_intervention(
-        self, run_id: str | None, intervention_id: str, *, reason: str = "", requester: str = "agent"
-    ) -> Intervention:
+    def revert_intervention(self, run_id: str | None, intervention_id: str, *, reason: str = "") -> Intervention:
         """Take an intervention back at the next step boundary of a live run.
 
         Raises:
             UnknownIntervention: If the run has none of this id.
             RunUnavailable: As `apply_autofix`.
         """
-        request = RevertRequest(intervention_id=intervention_id, requester=requester, reason=reason, wait_s=_BOUNDARY_S)
+        request = RevertRequest(intervention_id=intervention_id, requester=self.requester, reason=reason)
         return self._act(run_id, request, f"revert of {intervention_id[:80]}")
 
     def control_training(
@@ -488,7 +495,6 @@ class Workspace:
         action: Action,
         snapshot: str | None = None,
         reason: str = "",
-        requester: str = "agent",
     ) -> Intervention:
         """Pause, resume, checkpoint, roll back or stop a live run at its next step boundary.
 
@@ -497,7 +503,6 @@ class Workspace:
             action: What to do.
             snapshot: For ``rollback``: which; the newest healthy one by default.
             reason: Why, for the record.
-            requester: Who asks, for the record.
 
         Raises:
             BadParameter: If a snapshot is named for another action than ``rollback``, or does not exist.
@@ -505,21 +510,83 @@ class Workspace:
         """
         if snapshot is not None and action != "rollback":
             raise BadParameter(f"`snapshot` goes with action=rollback only, not with {action}: leave it out")
-        request = TrainingRequest(
-            action=action, snapshot=snapshot, requester=requester, reason=reason, wait_s=_BOUNDARY_S
-        )
+        request = TrainingRequest(action=action, snapshot=snapshot, requester=self.requester, reason=reason)
         return self._act(run_id, request, action)
+
+    def set_autofix_policy(
+        self,
+        run_id: str | None = None,
+        *,
+        mode: PolicyMode | str,
+        max_interventions: int | None = None,
+        within_steps: int | None = None,
+        cooldown_steps: int | None = None,
+        max_per_fix: int | None = None,
+        reason: str = "",
+    ) -> Intervention:
+        """Change what a live run may do by itself, at its next step boundary; what is left out stays as it is.
+
+        Args:
+            run_id: The run.
+            mode: ``off``, ``safe`` (only fixes that cannot hurt a healthy run) or ``guarded`` (also those that are
+                watched and taken back).
+            max_interventions: At most this many within `within_steps`.
+            within_steps: See `max_interventions`.
+            cooldown_steps: Steps between two interventions.
+            max_per_fix: At most this many of one fix in the run.
+            reason: Why, for the record.
+
+        Raises:
+            RunUnavailable: As `apply_autofix`.
+        """
+        budget = {
+            "max_interventions": max_interventions,
+            "within_steps": within_steps,
+            "cooldown_steps": cooldown_steps,
+            "max_per_fix": max_per_fix,
+        }
+        _, live = standing(find_run(self.home, run_id, to_act=True))
+        now = live.policy if live else AutofixPolicy()
+        changed = {"mode": mode, **{name: value for name, value in budget.items() if value is not None}}
+        policy = AutofixPolicy.model_validate({**now.model_dump(), **changed})
+        request = PolicyRequest(policy=policy, requester=self.requester, reason=reason)
+        return self._act(run_id, request, f"the policy {policy.mode.value}")
+
+    def get_audit(self, run_id: str | None = None) -> AuditTrail:
+        """Everything that was asked of a run and done to it, and whether that record is whole and unchanged."""
+        with self._reading(run_id) as (run, journal):
+            entries, broken = journal.audit(run.manifest.audit_head)
+        return AuditTrail(
+            run_id=run.run_id,
+            entries=tuple(entries),
+            intact=broken is None,
+            broken_at=broken.seq if broken else None,
+            problem=broken.problem if broken else "",
+        )
 
     def get_report(self, run_id: str | None = None) -> DiagnosticReport:
         """A run from start to now: how it went, what happened, why, and what was done about it."""
-        run = find_run(self.home, run_id)
-        state, _ = standing(run)
-        flush(run)
-        with Journal(run.directory) as journal:
+        with self._reading(run_id) as (run, journal):
+            state, _ = standing(run)
             return build_report(run.manifest, Series.from_journal(journal), state)
+
+    @contextmanager
+    def _reading(self, run_id: str | None) -> Iterator[tuple[Run, Journal]]:
+        """The run meant and its journal, brought up to now; its changes count as seen where no error came of it."""
+        run = find_run(self.home, run_id)
+        num_changes = flush(run)
+        with Journal(run.directory) as journal:
+            yield run, journal
+        self._note_seen(run, num_changes)
+
+    def _note_seen(self, run: Run, num_changes: int | None) -> None:
+        if num_changes is not None:
+            # Answers may overtake each other: the newest view stays.
+            self._seen[run.run_id] = max(num_changes, self._seen.get(run.run_id, 0))
 
     def _act(self, run_id: str | None, request: ActingRequest, what: str) -> Intervention:
         run = find_run(self.home, run_id, to_act=True)
+        request = request.model_copy(update={"seen": self._seen.get(run.run_id)})
         if run.state is not RunState.RUNNING:
             raise RunNotLive(
                 f"run {run.run_id} {run.ending()}. Nothing was changed: {what} needs a live process. explain_failure "
@@ -527,6 +594,7 @@ class Workspace:
             )
         reply = ControlClient(run.manifest).ask(request, timeout_s=request.wait_s + 5)
         if isinstance(reply, InterventionReply):
+            self._note_seen(run, reply.num_changes)
             return reply.intervention
         assert isinstance(reply, Refusal), reply
         raise _REFUSALS.get(reply.code, RunRefused)(f"run {run.run_id} refused {what}: {reply.message}")

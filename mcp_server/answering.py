@@ -49,7 +49,7 @@ _NEXT: tuple[tuple[type[GradtracerError], str], ...] = (
 
 
 _NAMES_A_TOOL = re.compile(
-    r"\b(list_runs|list_fixes|explain_failure|apply_autofix|revert_intervention|control_training|"
+    r"\b(list_runs|list_fixes|explain_failure|apply_autofix|revert_intervention|control_training|set_autofix_policy|"
     r"get_(run_status|health_events|metrics|layer_stats|intervention|report))\b"
 )
 

@@ -44,7 +44,7 @@ def get_run_status(workspace: Workspace, run_id: RunId = None) -> RunStatus:
     """Show how one run stands now: step, loss, gradient norm, learning rate, speed, layers by health, latest events.
 
     Call it to begin with a run, and after a fix to see what it did. A hung run carries `stall`: how long the step
-    takes and where the training thread stands. A crashed run carries `error`.
+    takes and where the training thread stands. A crashed run carries `error`. `policy` is what it may mend by itself.
     Next: explain_failure where events are warnings or worse, else wait_for_event; `next_steps` says which.
     """
     return workspace.get_run_status(run_id)
@@ -179,7 +179,8 @@ def list_fixes(
     """List the fixes that apply_autofix knows: what they do, safety, parameters with bounds, causes that they mend.
 
     safe cannot hurt a healthy run; guarded is watched and needs judgement; manual is for display only. A standing
-    fix stays in force until revert_intervention. Next: apply_autofix with mode=dry_run.
+    fix stays in force until revert_intervention; with one that changes_function the saved model needs it too.
+    Next: apply_autofix with mode=dry_run, then mode=trial, which proves a fix, or ranks several, on a fork.
     """
     return workspace.list_fixes(run_id, cause)
 
@@ -187,8 +188,9 @@ def list_fixes(
 def get_intervention(workspace: Workspace, intervention_id: InterventionId, run_id: RunId = None) -> Intervention:
     """Show one intervention: who asked, what changed (old and new values), its state and how it ended.
 
-    Call it while an intervention is `pending` (the step boundary was not reached yet), and some steps after an
-    `applied` one for its outcome: loss before and after. Next: revert_intervention if it did harm.
+    Call it while an intervention is `pending` (the step boundary was not reached yet, or a trial runs: ask every few
+    seconds), and some steps after an `applied` one for its outcome: loss before and after. `trial` holds the branches
+    of a trial. Next: apply_autofix with the winner of a trial; revert_intervention if a fix did harm.
     """
     return workspace.get_intervention(run_id, intervention_id)
 

@@ -30,10 +30,11 @@ TOOLS: tuple[ToolSpec, ...] = (
     ToolSpec("explain_failure", reading.explain_failure, "Explain failure", READS, writes=False),
     ToolSpec("wait_for_event", waiting.wait_for_event, "Wait for event", READS, writes=False),
     ToolSpec("list_fixes", reading.list_fixes, "List fixes", READS, writes=False),
-    ToolSpec("apply_autofix", steering.apply_autofix, "Preview or apply a fix", ACTS, writes=True),
+    ToolSpec("apply_autofix", steering.apply_autofix, "Preview, try or apply a fix", ACTS, writes=True),
     ToolSpec("get_intervention", reading.get_intervention, "Get intervention", READS, writes=False),
     ToolSpec("revert_intervention", steering.revert_intervention, "Revert intervention", ACTS_ONCE, writes=True),
     ToolSpec("control_training", steering.control_training, "Control training", ACTS, writes=True),
+    ToolSpec("set_autofix_policy", steering.set_autofix_policy, "Set autofix policy", ACTS_ONCE, writes=True),
     ToolSpec("get_report", reading.get_report, "Get report", READS, writes=False),
 )
 

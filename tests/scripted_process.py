@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from gradtracer.control import ENVELOPE, Done, InterventionReply, LiveStatus, Refusal, Request
 from gradtracer.records import Intervention, InterventionState, TcpAddress
@@ -33,8 +33,8 @@ class ScriptedProcess:
     """Answers each kind of request with the reply that the script holds for it; silent where it holds None."""
 
     def __init__(self, **script: LiveStatus | Done | InterventionReply | Refusal | None) -> None:
-        acts = dict.fromkeys(("fix", "revert", "training"), InterventionReply(intervention=intervention()))
-        self._script: Mapping[str, object] = {"status": RUNNING, "flush": Done(), **acts, **script}
+        acts = dict.fromkeys(("fix", "revert", "training", "policy"), InterventionReply(intervention=intervention()))
+        self.script: dict[str, Any] = {"status": RUNNING, "flush": Done(), **acts, **script}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._silent: list[socket.socket] = []
         self.requests: list[Request] = []
@@ -62,7 +62,7 @@ class ScriptedProcess:
                 envelope = ENVELOPE.validate_json(stream.readline())
             assert envelope.token == TOKEN
             self.requests.append(envelope.request)
-            reply = self._script[envelope.request.kind]
+            reply = self.script[envelope.request.kind]
             if reply is None:
                 self._silent.append(connection)
                 continue

@@ -56,7 +56,9 @@ def test_the_home_is_the_argument_then_the_variable_then_the_users_state_folder(
     assert home_directory("~/runs") == Path.home() / "runs"
 
 
-@pytest.mark.parametrize("name", ["digits", "a/b\\c", "../..", "", "   ", "модель", "x" * 500, ".hidden", "a\x00b\n"])
+@pytest.mark.parametrize(
+    "name", ["digits", "a/b\\c", "../..", "", "   ", "модель", "x" * 500, ".hidden", "__main__", "a\x00b\n"]
+)
 def test_any_name_gives_a_run_id_that_can_be_found_again(tmp_path: Path, name: str) -> None:
     run_id, directory = new_run_directory(tmp_path, name)
     assert run_directory(tmp_path, run_id) == directory

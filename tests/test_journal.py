@@ -243,6 +243,8 @@ def test_ten_thousand_steps_of_a_hundred_layers_fit_in_a_megabyte(tmp_path: Path
 
 # Versions
 
+NEXT = journal_module.VERSION + 1
+
 
 def test_a_journal_of_version_zero_is_brought_to_the_newest(tmp_path: Path) -> None:
     (tmp_path / JOURNAL_NAME).touch()
@@ -257,13 +259,13 @@ def test_an_older_journal_is_migrated_by_whoever_opens_it(tmp_path: Path, monkey
     samples = write_run(tmp_path, 20)
     added = "CREATE TABLE notes (note TEXT); INSERT INTO notes VALUES ('moved');"
     monkeypatch.setattr(journal_module, "MIGRATIONS", (*journal_module.MIGRATIONS, added))
-    monkeypatch.setattr(journal_module, "VERSION", 2)
+    monkeypatch.setattr(journal_module, "VERSION", NEXT)
     for _ in range(2):
         with Journal(tmp_path) as journal:
             assert journal.steps().steps.tolist() == [s.step for s in samples]
     db = sqlite3.connect(tmp_path / JOURNAL_NAME)
     assert db.execute("SELECT note FROM notes").fetchall() == [("moved",)]
-    assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    assert db.execute("PRAGMA user_version").fetchone() == (NEXT,)
     db.close()
 
 
@@ -272,7 +274,7 @@ def test_a_migration_that_fails_leaves_the_journal_as_it_was(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         broken = "CREATE TABLE notes (note TEXT); CREATE TABLE notes (note TEXT);"
         patch.setattr(journal_module, "MIGRATIONS", (*journal_module.MIGRATIONS, broken))
-        patch.setattr(journal_module, "VERSION", 2)
+        patch.setattr(journal_module, "VERSION", NEXT)
         with pytest.raises(CorruptJournal):
             Journal(tmp_path)
     with Journal(tmp_path) as journal:

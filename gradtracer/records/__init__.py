@@ -11,6 +11,7 @@ from gradtracer.records.answers import (
     RunNotice,
     WaitAnswer,
 )
+from gradtracer.records.audit import AuditEntry, AuditHead, AuditTrail
 from gradtracer.records.base import Answer, Document, LongText, Name, Record, Text, clean, clean_name, finite
 from gradtracer.records.event import Measure, SemanticEvent, Severity
 from gradtracer.records.fix import (
@@ -55,7 +56,10 @@ from gradtracer.records.run import (
 __all__ = [
     "Address",
     "Answer",
+    "AuditEntry",
     "AuditFinding",
+    "AuditHead",
+    "AuditTrail",
     "AutofixPolicy",
     "CaptureNotice",
     "CausalHypothesis",

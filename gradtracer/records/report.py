@@ -71,5 +71,10 @@ class DiagnosticReport(Document):
     events: tuple[SemanticEvent, ...] = ()
     hypotheses: tuple[CausalHypothesis, ...] = ()
     interventions: tuple[Intervention, ...] = ()
+    needed_by_saved_model: tuple[Name, ...] = Field(
+        default=(),
+        description="Ids of the interventions in force that changed the function which the model computes: a saved "
+        "model needs them too, its state dict does not hold them.",
+    )
     notices: tuple[Text, ...] = Field(default=(), description="What was not recorded, and why.")
     error: Text | None = None

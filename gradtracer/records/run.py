@@ -7,8 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from gradtracer.records.audit import AuditHead
 from gradtracer.records.base import Answer, Document, Name, Record, Text
 from gradtracer.records.event import SemanticEvent
+from gradtracer.records.fix import AutofixPolicy
 
 
 class RunState(str, Enum):
@@ -58,6 +60,9 @@ class RunManifest(Document):
     token: str = ""
     framework: Name = ""
     command: Text = ""
+    audit_head: AuditHead | None = Field(
+        default=None, description="End of the audit trail when the run was closed; null until then."
+    )
 
 
 class RunSummary(Record):
@@ -109,5 +114,8 @@ class RunStatus(Answer):
     events: tuple[SemanticEvent, ...] = Field(default=(), description="Newest first, at most five.")
     num_events: int = Field(default=0, ge=0)
     active_fixes: tuple[Name, ...] = Field(default=(), description="Ids of interventions in force.")
+    policy: AutofixPolicy | None = Field(
+        default=None, description="What the run may do by itself; null where its process does not answer."
+    )
     stall: Stall | None = None
     error: Text | None = None

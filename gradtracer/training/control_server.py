@@ -288,8 +288,10 @@ class ControlServer:
             if isinstance(request, StatusRequest):
                 return self._handler.status()
             if isinstance(request, FlushRequest):
+                # Counted first: what changes while the journal is written may not be in it.
+                num_changes = self._handler.status().num_changes
                 await self._in_thread(self._handler.flush)
-                return Done()
+                return Done(num_changes=num_changes)
             return await self._outcome(self._handler.submit(request), request.wait_s)
         except Exception as error:
             for kind, code in _REFUSALS.items():

@@ -58,6 +58,10 @@ _MAX_BATCHES = 32
 """Steps recorded for a trial at most; a longer one sees them again."""
 _BATCHES_LAST_STEPS = 100
 """Recorded batches are used again for this long: later ones say more about the training as it is then."""
+_MAX_TOLD = 5
+"""Unseen changes that a refusal names, the newest."""
+_ACTED = (InterventionState.APPLIED, InterventionState.KEPT, InterventionState.FAILED)
+"""States in which what was asked may have changed the run; a fix that raised may have changed a part of it."""
 _STALL_FACTOR, _STALL_AT_LEAST_S = 20.0, 2.0
 
 
@@ -88,6 +92,14 @@ class _Active:
     undo: Undo
     watch: Watch | None
     """None once it is over."""
+
+
+@dataclass(frozen=True)
+class _RunChange:
+    """Something that changed the run, in words for those who have not seen it."""
+
+    requester: str
+    what: str
 
 
 class Controller:
@@ -127,7 +139,8 @@ class Controller:
         )
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
-        self._closed = False
+        self._closed = ""
+        self._changes: list[_RunChange] = []
         self._paused: Intervention | None = None
         self._stop = False
         self._collected_at, self._collected_for = -1, None
@@ -157,6 +170,7 @@ class Controller:
             pending=len(self._queue),
             snapshots=tuple(s.name for s in self._snapshots.list()),
             policy=self.policy,
+            num_changes=len(self._changes),
         )
 
     def flush(self) -> None:
@@ -170,32 +184,63 @@ class Controller:
             UnknownFix: If there is no such fix.
             BadParameter: If a parameter cannot be used.
             UnknownIntervention: If there is nothing of this id to revert.
-            RunRefused: If this training cannot be steered.
+            RunRefused: If this training cannot be steered, or others have changed it since the requester looked.
             RunNotLive: If it has ended.
         """
+        try:
+            plans = self._check(request)
+        except GradtracerError as error:
+            self._put(_ended(self._new_intervention(request), InterventionState.REFUSED, None, str(error)))
+            raise
+        queued = _Queued(request, self._new_intervention(request), Future(), plans)
+        with self._wake:
+            closed = self._closed
+            if not closed:
+                # Put before it can be carried out: the record is in the order of what happened.
+                self._put(queued.intervention)
+                self._queue.append(queued)
+                self._wake.notify()
+        if closed:
+            self._put(_ended(queued.intervention, InterventionState.REFUSED, None, closed))
+            raise RunNotLive(closed)
+        return Submission(pending=queued.intervention, future=queued.future)
+
+    def _check(self, request: ActingRequest) -> tuple[Plan, ...]:
+        """The plans of a fix request, once it is sure that the request can be tried at the step boundary."""
         if _num_ranks() > 1:
             raise RunRefused(
                 "this training runs on several ranks, and a change on one of them would drive the replicas apart; "
                 "steering of distributed runs is not available in this version"
             )
-        plans: tuple[Plan, ...] = ()
-        if isinstance(request, FixRequest):
-            wanted = (request, *request.alternatives)
-            plans = tuple(Plan.parse(c.fix, c.parameters, c.rollback_first) for c in wanted)
         if isinstance(request, RevertRequest) and request.intervention_id not in self._interventions:
             known = ", ".join(self._interventions) or "none yet"
             raise UnknownIntervention(f"no intervention {request.intervention_id!r}; there are: {known}")
-        with self._wake:
-            if self._closed:
-                raise RunNotLive("the training has ended")
-            self._num_interventions += 1
-            queued = _Queued(request, self._new_intervention(request), Future(), plans)
-            self._queue.append(queued)
-            self._wake.notify()
-        self._put(queued.intervention)
-        return Submission(pending=queued.intervention, future=queued.future)
+        self._refuse_a_stale_view(request)
+        if not isinstance(request, FixRequest):
+            return ()
+        wanted = (request, *request.alternatives)
+        return tuple(Plan.parse(c.fix, c.parameters, c.rollback_first) for c in wanted)
+
+    def _refuse_a_stale_view(self, request: ActingRequest) -> None:
+        """Raise where others have changed the run since the requester looked, and the request acts on what it saw."""
+        if isinstance(request, FixRequest):
+            harmless = request.mode == "dry_run"
+        else:
+            harmless = isinstance(request, TrainingRequest) and request.action in ("pause", "checkpoint")
+        if harmless or request.seen is None:
+            return
+        unseen = [c.what for c in self._changes[request.seen :] if c.requester != request.requester]
+        if unseen:
+            more = f" and {len(unseen) - _MAX_TOLD} more before" if len(unseen) > _MAX_TOLD else ""
+            raise RunRefused(
+                f"the run has changed since you last looked: {'; '.join(unseen[-_MAX_TOLD:])}{more}. "
+                "Call get_run_status, think again, and ask again if it still fits"
+            )
 
     def _new_intervention(self, request: ActingRequest) -> Intervention:
+        with self._wake:
+            self._num_interventions += 1
+            number = self._num_interventions
         fix, mode, parameters = "", "apply", {}
         if isinstance(request, FixRequest):
             fix, mode, parameters = request.fix, request.mode, request.parameters
@@ -209,7 +254,7 @@ class Controller:
         else:
             fix = f"training:{request.action}"
         return Intervention(
-            id=f"i{self._num_interventions}",
+            id=f"i{number}",
             run_id=self._run_id,
             fix=fix,
             mode=mode,
@@ -250,28 +295,40 @@ class Controller:
                 self._queue.appendleft(queued)
                 break
             try:
-                queued.future.set_result(InterventionReply(intervention=self._carry_out(queued)))
+                done = self._carry_out(queued)
             except GradtracerError as error:
                 self._put(_ended(queued.intervention, InterventionState.REFUSED, self._run.step, str(error)))
                 queued.future.set_exception(error)
+            except BaseException as error:
+                outcome = f"cut short by {type(error).__name__}, so that it may be done in part"
+                self._put(_ended(queued.intervention, InterventionState.FAILED, self._run.step, outcome))
+                queued.future.set_exception(RunNotLive(f"the training was interrupted: this was {outcome}"))
+                raise
+            else:
+                queued.future.set_result(InterventionReply(intervention=done, num_changes=len(self._changes)))
         self._last_boundary = time.monotonic()
         if self._stop:
             raise TrainingStopped
 
-    def close(self) -> None:
-        """Refuse what still waits, and take nothing more."""
+    def close(self, reason: str = "the training ended before the next step boundary") -> None:
+        """Refuse what still waits, and take nothing more.
+
+        Args:
+            reason: Why nothing is carried out any more, for those who asked and who will ask.
+        """
         with self._wake:
-            self._closed = True
+            self._closed = self._closed or reason
             waiting = list(self._queue)
             self._queue.clear()
             self._wake.notify_all()
         for queued in waiting:
-            self._put(_ended(queued.intervention, InterventionState.REFUSED, None, "the training ended before it"))
-            queued.future.set_exception(RunNotLive("the training ended before the next step boundary"))
+            self._put(_ended(queued.intervention, InterventionState.REFUSED, None, reason))
+            queued.future.set_exception(RunNotLive(reason))
 
     def _carry_out(self, queued: _Queued) -> Intervention:
         request = queued.request
         try:
+            self._refuse_a_stale_view(request)
             if isinstance(request, FixRequest):
                 done = self._fix(queued.intervention, request, queued.plans)
             elif isinstance(request, RevertRequest):
@@ -291,6 +348,8 @@ class Controller:
                 queued.intervention, InterventionState.FAILED, self._run.step, "it raised an error, see the log"
             )
         self._put(done)
+        if done.mode == "apply" and done.state in _ACTED and not done.fix.startswith("training:"):
+            self._note_change(f"{_deed(done)}, at step {self._run.step}", done.requester)
         return done
 
     def _wants_batches(self, queued: _Queued) -> bool:
@@ -433,10 +492,15 @@ class Controller:
                 self._put(_ended(watched, InterventionState.FAILED, step, verdict))
                 continue
             self._put(_ended(watched, InterventionState.REVERTED, step, f"taken back by itself: {verdict}"))
+            self._note_change(f"{watched.id} {watched.fix} was taken back by itself at step {step}", "watch")
 
     def _recent_losses(self, until_step: int) -> list[float]:
         recent = [x for s, x in self._capture.recent_losses if s <= until_step and x < float("inf")]
         return recent[-_LOSSES_BEFORE:]
+
+    def _note_change(self, what: str, requester: str) -> None:
+        """Count a change of the run, once it is in the record: who has seen the count can have read it."""
+        self._changes.append(_RunChange(requester, what))
 
     def _put(self, intervention: Intervention) -> None:
         self._interventions[intervention.id] = intervention
@@ -446,6 +510,12 @@ class Controller:
 def _num_ranks() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _deed(done: Intervention) -> str:
+    parameters = ", ".join(f"{p.name}={p.value}" for p in done.parameters if p.value is not None)
+    failed = ", which failed" if done.state is InterventionState.FAILED else ""
+    return f"{done.id} {done.fix}({parameters}) by {done.requester}{failed}"
 
 
 def _ended(intervention: Intervention, state: InterventionState, step: int | None, outcome: str) -> Intervention:

@@ -20,7 +20,7 @@ from pathlib import Path
 from gradtracer.detectors.base import Detector, Episodes, EventChange
 from gradtracer.errors import GradtracerError
 from gradtracer.journal import JournalWriter
-from gradtracer.records import CaptureNotice, Intervention, Observation, SemanticEvent, Severity
+from gradtracer.records import AuditHead, CaptureNotice, Intervention, Observation, SemanticEvent, Severity
 from gradtracer.samples import LayerTable, Sample
 
 log = logging.getLogger("gradtracer")
@@ -84,6 +84,7 @@ class Recorder:
         self._open_warnings: set[str] = set()
 
         self._disabled_reason: str | None = None
+        self._audit_head: AuditHead | None = None
         self._writer: JournalWriter | None = None
         try:
             self._writer = JournalWriter(directory, busy_timeout_s=busy_timeout_s)
@@ -109,12 +110,17 @@ class Recorder:
     def put_intervention(self, intervention: Intervention) -> None:
         """Record an intervention, or how it stands now. It is never dropped, and any thread may call this."""
         if not self._closed:
-            self._queue.put((self._take_intervention, intervention, 0))
+            self._queue.put((self._take_intervention, (intervention, time.time()), 0))
 
     @property
     def disabled_reason(self) -> str | None:
         """Why nothing is written any more; None while all is well."""
         return self._disabled_reason
+
+    @property
+    def audit_head(self) -> AuditHead | None:
+        """End of the audit trail, once closed; None before, and where recording was turned off."""
+        return self._audit_head
 
     @property
     def num_open_warnings(self) -> int:
@@ -187,6 +193,7 @@ class Recorder:
             if self._queue.empty():
                 self._hurry.wait(_GATHER_S)
         self._commit()
+        self._audit_head = self._writer.audit_head if self._writer is not None else None
         self._write(JournalWriter.close)
         self._writer = None
 
@@ -211,8 +218,8 @@ class Recorder:
             except Exception:
                 self._note(self._retire(detector))
 
-    def _take_intervention(self, intervention: Intervention) -> None:
-        self._write(lambda writer: writer.put_intervention(intervention))
+    def _take_intervention(self, item: tuple[Intervention, float]) -> None:
+        self._write(lambda writer: writer.put_intervention(*item))
 
     def _take_flush(self, done: threading.Event) -> None:
         self._hurry.clear()

@@ -289,6 +289,7 @@ class FlowTracker:
                 "ended_at_s": time.time(),
                 "address": None,
                 "token": "",
+                "audit_head": self._recorder.audit_head,
             }
         )
         try:
@@ -465,6 +466,7 @@ class FlowTracker:
                 message=f"Recording stopped because of an error in the tracker:\n{trace[-1500:]}",
             )
         )
+        self._controller.close("the tracker stopped because of an error of its own; training goes on without it")
 
     def _at_exit(self) -> None:
         # An exception that ended the program was printed before this runs, which leaves it in sys.last_value.

@@ -14,7 +14,8 @@ import pytest
 from mcp import Client, StdioServerParameters
 from typer.testing import CliRunner, Result
 
-from gradtracer.cli import app, sparkline
+from gradtracer.cli import app
+from gradtracer.curves import sparkline
 from gradtracer.home import MANIFEST_NAME, run_directory
 from gradtracer.journal import JOURNAL_NAME
 from gradtracer.records import Diagnosis, DiagnosticReport, RunState, RunStatus
@@ -242,8 +243,9 @@ def test_a_report_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 def test_help_lists_commands_and_exit_codes() -> None:
     text = gradtracer("--help").stdout
-    for command in ("runs", "status", "watch", "explain", "report", "validate", "mcp", "demo"):
-        assert command in text
+    commands = ("runs", "status", "watch", "explain", "report", "fixes", "fix", "revert", "policy", "audit", "validate")
+    for command in (*commands, "mcp", "demo"):
+        assert f"\n  {command} " in text
     assert "5  `validate`: the document is not valid" in text
 
 
@@ -261,6 +263,11 @@ def test_help_lists_commands_and_exit_codes() -> None:
 )
 def test_sparkline(values: list[float | None], line: str) -> None:
     assert sparkline(values, width=3) == line
+
+
+def test_curves_drawn_among_the_same_values_share_a_scale() -> None:
+    low, high = [0.0, 1.0], [7.0, None]
+    assert [sparkline(curve, among=[*low, *high]) for curve in (low, high)] == ["▁▂", "█×"]
 
 
 @pytest.mark.slow
@@ -311,4 +318,4 @@ def test_mcp_serves_the_home_that_was_named(tmp_path: Path) -> None:
     found, every = anyio.run(ask)
     assert found == run_id
     _, reading = anyio.run(ask, "--read-only")
-    assert every - reading == {"apply_autofix", "revert_intervention", "control_training"}
+    assert every - reading == {"apply_autofix", "revert_intervention", "control_training", "set_autofix_policy"}

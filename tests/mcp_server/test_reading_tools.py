@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from gradtracer import schemas
+from gradtracer.control import Candidate, FixRequest, InterventionReply
+from gradtracer.records import InterventionState
 from tests.mcp_server.conversation import Conversation, Era, in_memory, over_stdio
 from tests.recorded_run import RecordedRun, event
+from tests.scripted_process import ScriptedProcess, intervention
 
 pytestmark = pytest.mark.anyio
 ERAS: list[Era] = ["auto", "legacy"]
@@ -65,7 +68,7 @@ async def test_errors_over_stdio_name_the_next_tool_and_leak_nothing(tmp_path: P
         assert "list_runs" in await talk.error("get_run_status", run_id="nonsense")
         assert "list_runs" in await talk.error("get_run_status", run_id="../../etc")
         assert "get_layer_stats" in await talk.error("get_layer_stats", run_id=first, layers=["nonsense"])
-        assert "list_fixes" in await talk.error("apply_autofix", run_id=first, fix="nonsense")
+        assert "explain_failure" in await talk.error("apply_autofix", run_id=first, fix="clip_grad_norm")
         assert "explain_failure" in await talk.error("control_training", run_id=first, action="pause")
         assert "get_run_status" in await talk.error("get_intervention", run_id=first, intervention_id="nonsense")
         unknown = await talk.error("get_run_status", runid=first)
@@ -90,14 +93,31 @@ async def test_the_server_is_useful_with_no_run(tmp_path: Path) -> None:
         assert (await talk.ask("get_run_status"))["step"] == 99
 
 
-async def test_a_fix_outside_its_bounds_is_refused_with_the_bounds(tmp_path: Path) -> None:
-    RecordedRun(tmp_path, state="running").write()
-    async with in_memory(tmp_path) as talk:
-        text = await talk.error("apply_autofix", fix="clip_grad_norm", parameters={"max_norm": -1})
-        assert "max_norm" in text
-        assert "> 0" in text
-        assert "nonsense" in await talk.error("apply_autofix", fix="clip_grad_norm", parameters={"nonsense": 1})
-        assert "later version" in await talk.error("apply_autofix", fix="clip_grad_norm", mode="trial")
+async def test_a_trial_is_asked_for_whole_and_then_polled(tmp_path: Path) -> None:
+    pending = intervention(InterventionState.PENDING).model_copy(update={"id": "i1", "mode": "trial"})
+    with ScriptedProcess(fix=InterventionReply(intervention=pending)) as process:
+        RecordedRun(tmp_path, state="running", address=process.address).write()
+        async with in_memory(tmp_path) as talk:
+            asked = await talk.ask(
+                "apply_autofix",
+                fix="set_learning_rate",
+                parameters={"learning_rate": 0.1},
+                mode="trial",
+                trial_steps=10,
+                rollback_first=True,
+                alternatives=[{"fix": "clip_grad_norm", "parameters": {"max_norm": 1.0}}],
+            )
+            assert asked["state"] == "pending"
+            assert (await talk.ask("get_intervention", intervention_id=asked["id"]))["state"] == "kept"
+            assert "mode=trial only" in await talk.error("apply_autofix", fix="rollback", mode="apply", trial_steps=3)
+            assert "less than or equal to 200" in await talk.error("apply_autofix", fix="rollback", trial_steps=201)
+            assert "fix" in await talk.error(
+                "apply_autofix", fix="rollback", mode="trial", alternatives=[{"code": "x"}]
+            )
+    request = process.requests[0]
+    assert isinstance(request, FixRequest)
+    assert (request.mode, request.trial_steps, request.rollback_first) == ("trial", 10, True)
+    assert request.alternatives == (Candidate(fix="clip_grad_norm", parameters={"max_norm": 1.0}),)
 
 
 async def test_names_from_the_program_are_data_and_arrive_as_such(tmp_path: Path) -> None:

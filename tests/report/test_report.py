@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradtracer.fixes.clip_grad_norm import ClipGradNorm
 from gradtracer.journal import Journal, JournalWriter
 from gradtracer.records import (
     CaptureNotice,
@@ -17,6 +18,7 @@ from gradtracer.records import (
     Evidence,
     FixSuggestion,
     Intervention,
+    InterventionState,
     LayerInfo,
     Measure,
     MetricSeries,
@@ -30,6 +32,8 @@ from gradtracer.records import (
     SemanticEvent,
     Severity,
     SourceLocation,
+    TrialBranch,
+    TrialResult,
 )
 from gradtracer.report import build_report, escape_markdown, number, sparkline, to_markdown, to_text
 from gradtracer.samples import LayerTable, Layout, Sample
@@ -284,6 +288,58 @@ def test_markdown_gives_the_verdict_first_then_the_story(report: DiagnosticRepor
         assert part in text, part
     assert "Dead units" not in text  # 0.1 % would be shown as nothing
     assert re.search(r"non_finite.*no_gradient.*\| healthy", text, re.DOTALL)
+
+
+TRIAL = TrialResult(
+    num_steps=4,
+    num_batches=2,
+    seconds=1.5,
+    branches=(
+        TrialBranch(fix="control", losses=(1.0, 2.0, 4.0, None), final_loss=8.0, num_non_finite=1, verdict="control"),
+        TrialBranch(
+            fix="set_learning_rate",
+            parameters=(ParameterValue(name="learning_rate", value=0.01), ParameterValue(name="group", value=None)),
+            losses=(1.0, 0.5, 0.25, 0.1),
+            final_loss=0.1,
+            difference=-7.9,
+            standard_error=0.25,
+            verdict="better",
+        ),
+        TrialBranch(fix="clip", rollback_first=True, verdict="failed", note="no snapshot from before the trouble"),
+    ),
+    conclusion="set_learning_rate is better than to go on as it is.",
+)
+
+
+def test_a_trial_is_told_with_all_its_branches_on_one_scale(report: DiagnosticReport) -> None:
+    tried = INTERVENTION.model_copy(update={"mode": "trial", "trial": TRIAL, "loss_after": None})
+    told = report.model_copy(update={"interventions": (tried,)})
+    for line in (
+        "trial of 4 steps on 2 batches, 1.5 s: set_learning_rate is better than to go on as it is.",
+        "control, final loss 8, 1 step not finite, losses ▂▄█×",
+        "set_learning_rate(learning_rate=0.01): better, final loss 0.1 (-7.9 ± 0.25 against the control), losses ▂▁▁▁",
+        "rollback, then clip(): failed, final loss –, no snapshot from before the trouble",
+    ):
+        assert f"- {escape_markdown(line)}\n" in to_markdown(told)
+        assert line in to_text(told, width=200)
+
+
+@pytest.mark.parametrize(
+    ("state", "mode", "needed"),
+    [("applied", "apply", True), ("kept", "apply", True), ("reverted", "apply", False), ("kept", "trial", False)],
+)
+def test_a_fix_in_force_that_changed_the_models_function_is_said_to_belong_to_the_saved_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, mode: str, needed: bool
+) -> None:
+    monkeypatch.setattr(ClipGradNorm, "changes_function", True)
+    values = {"id": "i2", "fix": "clip_grad_norm", "state": InterventionState(state), "mode": mode}
+    changed = INTERVENTION.model_copy(update={**values, "parameters": (ParameterValue(name="max_norm", value=2.0),)})
+    series = record(tmp_path, [1.0] * 10, interventions=[INTERVENTION, changed])
+    report = build_report(manifest(), series, RunState.FINISHED)
+    assert report.needed_by_saved_model == (("i2",) if needed else ())
+    sentence = "The saved model needs i2 clip_grad_norm(max_norm=2)"
+    assert (sentence in to_markdown(report), sentence in to_text(report, width=200)) == (needed, needed)
+    assert validate(to_xml(report)) == report
 
 
 def test_the_layer_table_is_worst_first_and_capped(report: DiagnosticReport) -> None:

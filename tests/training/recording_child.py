@@ -12,11 +12,18 @@ import threading
 import time
 from pathlib import Path
 
-from gradtracer.records import CaptureNotice
+from gradtracer.records import CaptureNotice, Intervention, InterventionState
 from gradtracer.training.recorder import Recorder
 from tests import runs
 
 COLUMNS = runs.layout(8)
+
+
+def intervention(step: int, state: InterventionState) -> Intervention:
+    """Asked for and applied at the same step."""
+    return Intervention(
+        id=f"i{step}", run_id="r", fix="rollback", mode="apply", requester="child", state=state, requested_at_s=0.0
+    )
 
 
 def main() -> None:
@@ -28,6 +35,8 @@ def main() -> None:
         print("added", step, time.monotonic(), flush=True)
         if step % 100 == 0:
             recorder.add_observation(CaptureNotice(step=step, message="still here"))
+        for state in (InterventionState.PENDING, InterventionState.APPLIED) if step % 5 == 0 else ():
+            recorder.put_intervention(intervention(step, state))
         if step % 250 == 249 and recorder.flush():
             print("flushed", step, flush=True)
         pace.wait(0.001)

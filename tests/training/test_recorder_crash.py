@@ -66,6 +66,9 @@ class Child:
 def check(child: Child, killed_s: float) -> None:
     with Journal(child.directory) as journal:
         series = Series.from_journal(journal)
+        entries, broken = journal.audit(None)
+    assert broken is None
+    assert len(entries) >= 2 * (child.flushed // 5)
     num_recorded = len(series.steps)
     num_due = sum(at_s < killed_s - LOST_AT_MOST_S for at_s in child.added)
     assert num_recorded >= max(num_due, child.flushed + 1)

@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gradtracer.control import InterventionReply, LiveStatus, Refusal, TrainingRequest
+from gradtracer.control import (
+    Candidate,
+    Done,
+    FixRequest,
+    InterventionReply,
+    LiveStatus,
+    PolicyRequest,
+    Refusal,
+    TrainingRequest,
+)
 from gradtracer.errors import (
     BadParameter,
     GradtracerError,
@@ -12,8 +23,9 @@ from gradtracer.errors import (
     RunRefused,
     UnknownFix,
     UnknownIntervention,
+    UnknownLayer,
 )
-from gradtracer.records import InterventionState, RunState, Stall
+from gradtracer.records import AutofixPolicy, InterventionState, PolicyMode, RunState, Stall
 from gradtracer.workspace import Workspace
 from tests.recorded_run import RecordedRun
 from tests.scripted_process import RUNNING, ScriptedProcess, intervention
@@ -71,9 +83,9 @@ def test_a_process_that_no_longer_listens_is_read_and_cannot_be_changed(tmp_path
 
 def test_an_action_carries_who_asked_and_why(tmp_path: Path) -> None:
     with ScriptedProcess() as process:
-        done = live(tmp_path, process).control_training(
-            action="rollback", snapshot="s3", reason="diverged", requester="cli"
-        )
+        live(tmp_path, process)
+        workspace = Workspace(tmp_path, requester="cli")
+        done = workspace.control_training(action="rollback", snapshot="s3", reason="diverged")
     assert done == intervention()
     (request,) = process.requests
     assert request == TrainingRequest(action="rollback", snapshot="s3", requester="cli", reason="diverged")
@@ -103,14 +115,94 @@ def test_a_refusal_becomes_the_error_that_it_means(tmp_path: Path, code: str, er
     assert type(caught.value) is error
 
 
-def test_a_trial_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    with pytest.raises(BadParameter, match=r"later version; use dry_run, then apply"):
-        Workspace(tmp_path).apply_autofix(fix="set_learning_rate", mode="trial")
+def test_a_trial_carries_its_alternatives_and_its_length(tmp_path: Path) -> None:
+    other = Candidate(fix="clip_grad_norm", parameters={"max_norm": 1.0}, rollback_first=True)
+    with ScriptedProcess() as process:
+        live(tmp_path, process).apply_autofix(
+            fix="set_learning_rate",
+            parameters={"learning_rate": 0.1},
+            mode="trial",
+            rollback_first=True,
+            alternatives=[other],
+            trial_steps=7,
+            reason="which is better?",
+        )
+    assert process.requests == [
+        FixRequest(
+            fix="set_learning_rate",
+            parameters={"learning_rate": 0.1},
+            mode="trial",
+            rollback_first=True,
+            alternatives=(other,),
+            trial_steps=7,
+            requester="agent",
+            reason="which is better?",
+        )
+    ]
 
 
-def test_an_unknown_fix_is_an_error_that_names_list_fixes(tmp_path: Path) -> None:
-    with pytest.raises(UnknownFix, match=r"no fix 'set_learning_rat'.*list_fixes"):
-        Workspace(tmp_path).apply_autofix(fix="set_learning_rat")
+@pytest.mark.parametrize("more", [{"alternatives": [Candidate(fix="clip_grad_norm")]}, {"trial_steps": 5}])
+def test_what_only_a_trial_takes_is_refused_elsewhere(tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(BadParameter, match="mode=trial only, not with apply"):
+        Workspace(tmp_path).apply_autofix(fix="set_learning_rate", mode="apply", **more)
+
+
+def test_a_fix_is_checked_by_the_run_so_that_its_refusal_is_in_the_record(tmp_path: Path) -> None:
+    refusal = Refusal(code="unknown_fix", message="no fix 'set_learning_rat'; list_fixes shows them")
+    with ScriptedProcess(fix=refusal) as process, pytest.raises(UnknownFix, match=r"set_learning_rat.*list_fixes"):
+        live(tmp_path, process).apply_autofix(fix="set_learning_rat")
+    assert [r.kind for r in process.requests] == ["fix"]
+
+
+def test_a_policy_keeps_what_is_left_out(tmp_path: Path) -> None:
+    now = AutofixPolicy(mode=PolicyMode.GUARDED, max_interventions=7, cooldown_steps=3)
+    with ScriptedProcess(status=RUNNING.model_copy(update={"policy": now})) as process:
+        workspace = live(tmp_path, process)
+        assert workspace.get_run_status().policy == now
+        workspace.set_autofix_policy(mode="safe", cooldown_steps=50, reason="carefully")
+    wanted = AutofixPolicy(mode=PolicyMode.SAFE, max_interventions=7, cooldown_steps=50)
+    assert process.requests[-1] == PolicyRequest(policy=wanted, seen=0, requester="agent", reason="carefully")
+
+
+QUESTIONS: dict[str, Callable[[Workspace], object]] = {
+    "get_run_status": lambda w: w.get_run_status(),
+    "get_health_events": lambda w: w.get_health_events(),
+    "get_metrics": lambda w: w.get_metrics(),
+    "get_layer_stats": lambda w: w.get_layer_stats(),
+    "explain_failure": lambda w: w.explain_failure(),
+    "get_intervention": lambda w: w.get_intervention(None, "i1"),
+    "get_report": lambda w: w.get_report(),
+    "get_audit": lambda w: w.get_audit(),
+    "dry_run": lambda w: w.apply_autofix(fix="rollback"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_was_last_read_of_a_run_is_sent_as_seen(tmp_path: Path, question: str) -> None:
+    script = {
+        "status": RUNNING.model_copy(update={"num_changes": 3}),
+        "flush": Done(num_changes=3),
+        "fix": InterventionReply(intervention=intervention(), num_changes=3),
+    }
+    with ScriptedProcess(**script) as process:
+        workspace = live(tmp_path, process)
+        workspace.control_training(action="pause")
+        QUESTIONS[question](workspace)
+        workspace.control_training(action="stop")
+    acting = [r for r in process.requests if isinstance(r, TrainingRequest)]
+    assert [r.seen for r in acting] == [None, 3]
+
+
+def test_a_question_that_ends_in_an_error_has_shown_nothing(tmp_path: Path) -> None:
+    with ScriptedProcess(flush=Done(num_changes=3)) as process:
+        workspace = live(tmp_path, process)
+        with pytest.raises(UnknownLayer):
+            workspace.get_layer_stats(layers=["nonsense"])
+        workspace.events_after(None, 0)
+        workspace.list_runs()
+        workspace.control_training(action="stop")
+    assert isinstance(process.requests[-1], TrainingRequest)
+    assert process.requests[-1].seen is None
 
 
 def test_a_snapshot_goes_with_a_rollback_only(tmp_path: Path) -> None:
