@@ -693,10 +693,10 @@ class Capture:
             self._unheld_cache = [n for n, p in enumerate(self.parameters) if id(p) not in held]
         return self._unheld_cache
 
-    def unheld_with_gradient(self) -> list[str]:
-        """Names of trainable parameters that have a gradient and that no known optimizer holds."""
+    def unheld_with_gradient(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters: those that train, have a gradient, and are held by no known optimizer."""
         return [
-            self.parameter_names[n]
+            (self.parameter_names[n], self.parameters[n])
             for n in self._unheld()
             if self.parameters[n].requires_grad and self.parameters[n].grad is not None
         ]

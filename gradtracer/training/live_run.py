@@ -18,6 +18,7 @@ from gradtracer.training.recorder import Recorder
 from gradtracer.training.rehearsal import BatchCollector, Rehearsal, TapedRehearsal, UserRehearsal
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.state import TrainingState, random_states, set_random_states
+from gradtracer.training.strays import held_by_any_optimizer, strays
 from gradtracer.training.trial import Plan, Trial
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ class TrainingRun:
         self.is_rehearsing = False
         """Whether what runs now is no step of the user's: nothing of it is recorded, and fixes still act on it."""
         self._rehearsed_norms: list[float] = []
+        self._had_gradient: dict[str, torch.Tensor] = {}
+        """Parameters without an optimizer that were found to have a gradient: a rollback clears it."""
         self._guards: list[tuple[Callable[[Optimizer], None], Callable[[Optimizer], None] | None]] = []
         self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -73,6 +76,23 @@ class TrainingRun:
     def grad_scalers(self) -> Sequence[torch.amp.GradScaler]:
         """The gradient scalers seen so far."""
         return HOOKS.scalers
+
+    def missing_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """See `gradtracer.fixes.LiveRun`."""
+        held = self._capture.held | held_by_any_optimizer()
+        found: dict[str, torch.Tensor] = dict(self._capture.unheld_with_gradient())
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+            # On several ranks nothing reduces the gradients of what the model has not registered.
+            unregistered = {
+                s.name: s.tensor
+                for s in strays(self.model)
+                if s.tensor.is_leaf and s.tensor.requires_grad and s.tensor.grad is not None
+            }
+            self._state.include(unregistered)
+            found.update(unregistered)
+        self._had_gradient.update(found)
+        return [(name, p) for name, p in self._had_gradient.items() if p.requires_grad and id(p) not in held]
 
     @property
     def is_finite(self) -> bool:
@@ -133,6 +153,7 @@ class TrainingRun:
             BadParameter: If no step can be run again.
             RunRefused: If it would not fit.
         """
+        self.missing_parameters()  # from now on they belong to the state that the trial puts back
         trial = Trial(self._state, self.rehearsal, self.carry_out, self._take_rehearsed_norms)
         return self.undisturbed(lambda: trial.run(plans, num_steps))
 

@@ -59,7 +59,7 @@ def test_one_group_alone_can_be_set() -> None:
             run.preview("set_learning_rate", learning_rate=0.01, group=2)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, 11.0])
+@pytest.mark.parametrize("rate", [0.0, -1.0, 1e5])
 def test_a_rate_outside_of_its_bounds_is_refused(rate: float) -> None:
     with live(healthy(0)) as run, pytest.raises(BadParameter, match="learning_rate"):
         run.preview("set_learning_rate", learning_rate=rate)
