@@ -110,10 +110,11 @@ def weights_are_damaged(series: Series, since: float) -> bool:
 
     Going on from such weights is no use; a snapshot from before is.
     """
-    if any(n > 0 for _, table in series.tables[-1:] for n in table.signal("num_non_finite_weight").values()):
+    if non_finite_weights(series):
         return True
     steps, losses = series.steps, series.run("loss")
-    before, now = losses[steps < since], losses[-5:]
+    # The loss of the first step is that of the initial weights, whatever its update did to them.
+    before, now = losses[steps < max(since, 1)], losses[1:][-5:]
     before = before[np.isfinite(before)]
     if not len(now) or np.isnan(now).all():
         return False
@@ -179,6 +180,18 @@ def ignores_scale(optimizer: str) -> bool:
 
 
 _SCALE_FREE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "Lion", "Rprop", "LAMB", "LARS", "Adafactor")
+
+
+def hyperparameter(series: Series, name: str) -> float | None:
+    """The largest value of a hyperparameter over the groups of the optimizer; None where it has none."""
+    optimizer = series.last_observation(OptimizerDescription)
+    values = [
+        float(p.value)
+        for group in (optimizer.groups if optimizer else ())
+        for p in group.hyperparameters
+        if p.name == name and isinstance(p.value, (int, float))
+    ]
+    return max(values, default=None)
 
 
 def source_of(series: Series, layer: str | None) -> SourceLocation | None:

@@ -51,8 +51,8 @@ class LearningRateTooHigh(Cause):
         what fails now, and what has to be mended, is something else: -5.
 
     Fixes:
-        rollback where the weights are already damaged, then set_learning_rate to the value before the jump, else so
-        that the update ratio comes to 1e-2, at most a tenth of what it is.
+        set_learning_rate to the value before the jump, else so that the update ratio comes to 1e-2, at most a tenth of
+        what it is; or ten times less or more than that. From a rollback where the weights are already damaged.
 
     References:
         Lewkowycz et al. 2020, arXiv:2003.02218. Goodfellow, Bengio, Courville 2016, Deep Learning, section 11.4.1.
@@ -141,20 +141,21 @@ class LearningRateTooHigh(Cause):
     def _fixes(
         self, series: Series, before: float | None, overshoots: list[SemanticEvent], onset: int, now: float
     ) -> tuple[FixSuggestion, ...]:
-        fixes: list[FixSuggestion] = []
-        if onset > 0 and weights_are_damaged(series, onset):
-            fixes.append(fix("rollback", f"Weights and optimizer are as before step {onset}; lower the rate next."))
         if not now > 0:
-            return tuple(fixes)
+            return ()
+        damaged = weights_are_damaged(series, onset)
         ratio = next((m.value for e in overshoots for m in e.evidence if m.name == "update_ratio" and m.value), 0.1)
         target = before if before is not None else rate_at(series, onset) * min(0.1, self.TARGET_RATIO / ratio)
         if not math.isfinite(target) or target >= now:
             target = now / 10
-        fixes.append(
+        rates = [target, target / 10] if before is not None else [target, target / 10, target * 10]
+        return tuple(
             fix(
                 "set_learning_rate",
                 "Updates come down to a size at which the loss falls again.",
-                learning_rate=rounded(target),
+                rollback_first=damaged,
+                learning_rate=rounded(rate),
             )
+            for rate in rates
+            if rate <= now / 2
         )
-        return tuple(fixes)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradtracer.causes._born import birth_fixes
 from gradtracer.causes._reading import (
     event_ids,
     evidence,
-    fix,
     in_forward_order,
     non_finite_weights,
     usual_grad_norm,
     warnings_of,
 )
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import Evidence, FixSuggestion, Measure, NonFiniteOrigin, SemanticEvent
+from gradtracer.records import Evidence, Measure, NonFiniteOrigin, SemanticEvent
 from gradtracer.series import Series
 
 
@@ -78,7 +78,7 @@ class NanInData(Cause):
             source=origin.source if origin else None,
             advice="Find the rows (torch.isfinite on inputs and targets of this batch) and drop or impute them where "
             "the data are loaded; look for a division by a standard deviation of zero in the preprocessing.",
-            fixes=self._fixes(series, began),
+            fixes=birth_fixes(series),
         )
 
     def _origin(
@@ -116,12 +116,3 @@ class NanInData(Cause):
                 if layers:
                     return in_forward_order(series, layers)[0]
         return None
-
-    def _fixes(self, series: Series, began: int) -> tuple[FixSuggestion, ...]:
-        fixes: list[FixSuggestion] = []
-        if non_finite_weights(series) and began > 0:
-            fixes.append(
-                fix("rollback", f"The weights are finite again, as before step {began}; skip such steps next.")
-            )
-        fixes.append(fix("skip_nonfinite_step", "A batch that is not finite changes nothing any more."))
-        return tuple(fixes)
