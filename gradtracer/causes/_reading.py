@@ -124,8 +124,15 @@ def weights_are_damaged(series: Series, since: float) -> bool:
 
 
 def non_finite_weights(series: Series) -> bool:
-    """Whether the last sampled step shows weights that are not finite."""
-    return any(n > 0 for _, table in series.tables[-1:] for n in table.signal("num_non_finite_weight").values())
+    """Whether weights are not finite, by the last sampled step, or by the update that came last."""
+    if np.isinf(series.run("grad_norm")[-1:]).any():
+        return True  # an optimizer has just used such a gradient
+    for _, table in series.tables[-1:]:
+        if any(n > 0 for n in table.signal("num_non_finite_weight").values()):
+            return True
+        if any(math.isinf(ratio) for ratio in table.signal("update_ratio").values()):
+            return True
+    return False
 
 
 def layer_info(series: Series, layer: str | None) -> LayerInfo | None:

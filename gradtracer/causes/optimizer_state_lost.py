@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence, fix, weights_are_damaged
+from gradtracer.causes._reading import evidence, fix
 from gradtracer.causes.base import CAUSES
 from gradtracer.records import AuditFinding, Evidence, FixSuggestion, Measure
 from gradtracer.series import Series
@@ -32,8 +32,8 @@ class OptimizerStateLost(SeenAsFact):
         three quarters of these runs: ln 3 = 1.
 
     Fixes:
-        warmup over 100 updates, by when fresh second moments rest on enough batches; from a rollback where the loss has
-        jumped. In the source: load the optimizer's state dict.
+        warmup over 100 updates, by when fresh second moments rest on enough batches; from a rollback, since the first
+        update without them has done harm already. In the source: load the optimizer's state dict.
 
     References:
         PyTorch documentation, "Saving and loading a general checkpoint for inference and/or resuming training".
@@ -53,7 +53,7 @@ class OptimizerStateLost(SeenAsFact):
     def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
         """A slow start for the new moments."""
         effect = "The first updates with fresh moments are small, and the loss does not jump."
-        return (fix("warmup", effect, rollback_first=weights_are_damaged(series, root.step), steps=100),)
+        return (fix("warmup", effect, rollback_first=True, steps=100),)
 
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Whether the loss jumped."""
