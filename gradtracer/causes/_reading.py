@@ -11,6 +11,7 @@ import numpy as np
 from gradtracer.records import (
     Evidence,
     FixSuggestion,
+    InterventionState,
     LayerInfo,
     Measure,
     OptimizerDescription,
@@ -125,7 +126,8 @@ def weights_are_damaged(series: Series, since: float) -> bool:
 
 def non_finite_weights(series: Series) -> bool:
     """Whether weights are not finite, by the last sampled step, or by the update that came last."""
-    if np.isinf(series.run("grad_norm")[-1:]).any():
+    protected = any(i.fix == "skip_nonfinite_step" and i.state in _IN_FORCE for i in series.interventions)
+    if np.isinf(series.run("grad_norm")[-1:]).any() and not protected:
         return True  # an optimizer has just used such a gradient
     for _, table in series.tables[-1:]:
         if any(n > 0 for n in table.signal("num_non_finite_weight").values()):
@@ -133,6 +135,9 @@ def non_finite_weights(series: Series) -> bool:
         if any(math.isinf(ratio) for ratio in table.signal("update_ratio").values()):
             return True
     return False
+
+
+_IN_FORCE = (InterventionState.APPLIED, InterventionState.KEPT)
 
 
 def layer_info(series: Series, layer: str | None) -> LayerInfo | None:

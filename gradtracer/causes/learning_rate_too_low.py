@@ -29,7 +29,8 @@ class LearningRateTooLow(Cause):
         gradient that does not arrive: ln 150 = 5.
 
     Fixes:
-        set_learning_rate so that the largest update ratio comes to 1e-3, by at most a factor of 1e5; or a tenth of it.
+        set_learning_rate so that the largest update ratio comes to 1e-2, where small networks begin, or to 1e-3, where
+        large ones train; by at most a factor of 1e5.
 
     References:
         Karpathy, CS231n notes, "Ratio of weights:updates". Smith 2017, arXiv:1506.01186 (finding a rate).
@@ -39,7 +40,7 @@ class LearningRateTooLow(Cause):
     title = "The learning rate is too low"
     prior = 0.05
 
-    TARGET_RATIO = 1e-3
+    TARGET_RATIO = 1e-2
     LARGEST_FACTOR = 1e5
     LARGEST_RATE = 1.0
 

@@ -8,13 +8,14 @@ from gradtracer.causes._born import birth_fixes
 from gradtracer.causes._reading import (
     event_ids,
     evidence,
+    fix,
     in_forward_order,
     non_finite_weights,
     usual_grad_norm,
     warnings_of,
 )
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import Evidence, Measure, NonFiniteOrigin, SemanticEvent
+from gradtracer.records import Evidence, FixSuggestion, Measure, NonFiniteOrigin, SemanticEvent
 from gradtracer.series import Series
 
 
@@ -40,7 +41,8 @@ class NanInData(Cause):
         come without a warning, a blow-up announces itself over some steps: factors of 3 to 20.
 
     Fixes:
-        skip_nonfinite_step, so that such a batch changes nothing; rollback first where the weights are already lost.
+        skip_nonfinite_step, so that such a batch changes nothing; impute_inputs, which comes first where a tenth of the
+        batches (and three of them) would be lost. From a rollback where the weights are already lost.
 
     References:
         IEEE 754-2019, section 6.2 (NaN propagates).
@@ -49,6 +51,8 @@ class NanInData(Cause):
     code = "nan_in_data"
     title = "The data hold NaN or infinity"
     prior = 0.06
+
+    FREQUENT, FREQUENT_SHARE = 3, 0.1
 
     def consider(self, series: Series) -> Case | None:
         """Weigh where non-finite numbers began."""
@@ -78,8 +82,15 @@ class NanInData(Cause):
             source=origin.source if origin else None,
             advice="Find the rows (torch.isfinite on inputs and targets of this batch) and drop or impute them where "
             "the data are loaded; look for a division by a standard deviation of zero in the preprocessing.",
-            fixes=birth_fixes(series),
+            fixes=self._fixes(series, layer, began),
         )
+
+    def _fixes(self, series: Series, layer: str | None, began: int) -> tuple[FixSuggestion, ...]:
+        effect = "The layer receives the mean of the column where a number is missing, and no row is lost."
+        impute = fix("impute_inputs", effect, rollback_first=non_finite_weights(series), layer=layer)
+        bad = np.isinf(series.run("loss")[series.steps >= began])
+        is_frequent = bad.sum() >= self.FREQUENT and bad.mean() >= self.FREQUENT_SHARE
+        return (impute, *birth_fixes(series)) if is_frequent else (*birth_fixes(series), impute)
 
     def _origin(
         self, origin: NonFiniteOrigin | None, events: list[SemanticEvent], receiver: str | None, first: str | None

@@ -52,6 +52,7 @@ class Freeze(Fix[FreezeParameters]):
     title = "Freeze layers"
     safety = Safety.GUARDED
     standing = True
+    shows_in_loss = False
     mends = ("exploding_gradient",)
     Parameters = FreezeParameters
 

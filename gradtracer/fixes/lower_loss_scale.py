@@ -49,6 +49,7 @@ class LowerLossScale(Fix[LowerLossScaleParameters]):
     code = "lower_loss_scale"
     title = "Lower the loss scale"
     safety = Safety.GUARDED
+    shows_in_loss = False
     mends = ("fp16_overflow",)
     Parameters = LowerLossScaleParameters
 

@@ -183,6 +183,11 @@ class Capture:
         """Whether the step is one of those that are sampled, as far as is known now."""
         return self._schedule.is_due(step)
 
+    def note_intervention(self) -> None:
+        """A fix has changed weights or the optimizer's state."""
+        for audit in self._audits:
+            audit.on_intervention()
+
     def close(self) -> None:
         """Hand over what is left: the open step if anything happened in it, and what a GPU still holds."""
         if self._open.updated and self.explicit is not True:

@@ -166,7 +166,10 @@ class TrainingRun:
         if plan.rollback_first:
             plan.fix.preview(self, plan.parameters)
             self.restore(self.rollback_target().name)
-        return plan.fix.apply(self, plan.parameters)
+        undo = plan.fix.apply(self, plan.parameters)
+        if not self.is_rehearsing:
+            self._capture.note_intervention()
+        return undo
 
     def snapshot_before_trouble(self) -> SnapshotInfo | None:
         """The newest healthy snapshot from before the first open problem; None where there is none."""
@@ -228,6 +231,8 @@ class TrainingRun:
     def restore(self, snapshot: str) -> None:
         """See `gradtracer.fixes.LiveRun`."""
         self._store.restore(snapshot)
+        if not self.is_rehearsing:
+            self._capture.note_intervention()
 
     def first_open_problem_step(self) -> int | None:
         """See `gradtracer.fixes.LiveRun`."""
