@@ -90,8 +90,9 @@ def rate_jump(series: Series, step: float, *, window: int = 10, factor: float = 
 
 def rate_at(series: Series, step: float) -> float:
     """The learning rate at a step, or the nearest recorded one before it; NaN where there is none."""
-    index = int(np.searchsorted(series.steps, step, side="right")) - 1
-    return float(series.run("learning_rate")[index]) if index >= 0 else math.nan
+    rates = series.run("learning_rate")
+    known = np.flatnonzero(np.isfinite(rates) & (series.steps <= step))  # a step without an update has none
+    return float(rates[known[-1]]) if len(known) else math.nan
 
 
 def last_rate(series: Series) -> float:

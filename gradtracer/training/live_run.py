@@ -190,12 +190,12 @@ class TrainingRun:
 
     def undisturbed(self, run: Callable[[], T]) -> T:
         """Run something that is no part of the user's training; in the training thread, at a step boundary."""
-        self.is_rehearsing = True
+        was, self.is_rehearsing = self.is_rehearsing, True  # a fix that is tried may rehearse too
         try:
             with torch.enable_grad():  # the boundary may lie within an optimizer's step
                 return run()
         finally:
-            self.is_rehearsing = False
+            self.is_rehearsing = was
 
     def _take_rehearsed_norms(self) -> list[float]:
         norms, self._rehearsed_norms = self._rehearsed_norms, []
