@@ -68,17 +68,14 @@ def birth_case(series: Series, found: AuditFinding, ratio: float, explanation: s
         event_ids=event_ids(events),
         source=source or found.source,
         advice=advice,
-        fixes=birth_fixes(series, found.step),
+        fixes=birth_fixes(series),
     )
 
 
-def birth_fixes(series: Series, step: int) -> tuple[FixSuggestion, ...]:
+def birth_fixes(series: Series) -> tuple[FixSuggestion, ...]:
     """What mends a run that has met a NaN while the program stays as it is."""
-    fixes: list[FixSuggestion] = []
-    if step > 0 and non_finite_weights(series):
-        fixes.append(fix("rollback", f"The weights are finite again, as before step {step}."))
-    fixes.append(fix("skip_nonfinite_step", "A step that is not finite changes nothing any more."))
-    return tuple(fixes)
+    effect = "A step that is not finite changes nothing any more."
+    return (fix("skip_nonfinite_step", effect, rollback_first=non_finite_weights(series)),)
 
 
 def elements(found: AuditFinding) -> Measure | None:

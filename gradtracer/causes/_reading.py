@@ -11,6 +11,7 @@ import numpy as np
 from gradtracer.records import (
     Evidence,
     FixSuggestion,
+    InterventionState,
     LayerInfo,
     Measure,
     OptimizerDescription,
@@ -89,8 +90,9 @@ def rate_jump(series: Series, step: float, *, window: int = 10, factor: float = 
 
 def rate_at(series: Series, step: float) -> float:
     """The learning rate at a step, or the nearest recorded one before it; NaN where there is none."""
-    index = int(np.searchsorted(series.steps, step, side="right")) - 1
-    return float(series.run("learning_rate")[index]) if index >= 0 else math.nan
+    rates = series.run("learning_rate")
+    known = np.flatnonzero(np.isfinite(rates) & (series.steps <= step))  # a step without an update has none
+    return float(rates[known[-1]]) if len(known) else math.nan
 
 
 def last_rate(series: Series) -> float:
@@ -110,10 +112,11 @@ def weights_are_damaged(series: Series, since: float) -> bool:
 
     Going on from such weights is no use; a snapshot from before is.
     """
-    if any(n > 0 for _, table in series.tables[-1:] for n in table.signal("num_non_finite_weight").values()):
+    if non_finite_weights(series):
         return True
     steps, losses = series.steps, series.run("loss")
-    before, now = losses[steps < since], losses[-5:]
+    # The loss of the first step is that of the initial weights, whatever its update did to them.
+    before, now = losses[steps < max(since, 1)], losses[1:][-5:]
     before = before[np.isfinite(before)]
     if not len(now) or np.isnan(now).all():
         return False
@@ -123,8 +126,19 @@ def weights_are_damaged(series: Series, since: float) -> bool:
 
 
 def non_finite_weights(series: Series) -> bool:
-    """Whether the last sampled step shows weights that are not finite."""
-    return any(n > 0 for _, table in series.tables[-1:] for n in table.signal("num_non_finite_weight").values())
+    """Whether weights are not finite, by the last sampled step, or by the update that came last."""
+    protected = any(i.fix == "skip_nonfinite_step" and i.state in _IN_FORCE for i in series.interventions)
+    if np.isinf(series.run("grad_norm")[-1:]).any() and not protected:
+        return True  # an optimizer has just used such a gradient
+    for _, table in series.tables[-1:]:
+        if any(n > 0 for n in table.signal("num_non_finite_weight").values()):
+            return True
+        if any(math.isinf(ratio) for ratio in table.signal("update_ratio").values()):
+            return True
+    return False
+
+
+_IN_FORCE = (InterventionState.APPLIED, InterventionState.KEPT)
 
 
 def layer_info(series: Series, layer: str | None) -> LayerInfo | None:
@@ -179,6 +193,18 @@ def ignores_scale(optimizer: str) -> bool:
 
 
 _SCALE_FREE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "Lion", "Rprop", "LAMB", "LARS", "Adafactor")
+
+
+def hyperparameter(series: Series, name: str) -> float | None:
+    """The largest value of a hyperparameter over the groups of the optimizer; None where it has none."""
+    optimizer = series.last_observation(OptimizerDescription)
+    values = [
+        float(p.value)
+        for group in (optimizer.groups if optimizer else ())
+        for p in group.hyperparameters
+        if p.name == name and isinstance(p.value, (int, float))
+    ]
+    return max(values, default=None)
 
 
 def source_of(series: Series, layer: str | None) -> SourceLocation | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradtracer.causes._reading import event_ids, evidence, source_of, warnings_of
 from gradtracer.causes.base import Case
-from gradtracer.records import AuditFinding, Evidence, SourceLocation
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion, SourceLocation
 from gradtracer.series import Series
 
 SEEN = 6.5
@@ -29,6 +29,7 @@ def audit_case(
     layer: str | None = None,
     onset: int = 0,
     source: SourceLocation | None = None,
+    fixes: Sequence[FixSuggestion] = (),
 ) -> Case:
     """A case that rests on findings.
 
@@ -42,6 +43,7 @@ def audit_case(
         layer: The root; by default the first finding's; none where it is empty.
         onset: The first bad step.
         source: Where the source is to be changed; by default the layer's class, else where backward was called.
+        fixes: What mends it live, best first.
     """
     first = found[0]
     codes = {f.code for f in found}
@@ -56,4 +58,5 @@ def audit_case(
         event_ids=event_ids(events),
         source=source or (source_of(series, layer) if layer else None) or first.source,
         advice=advice,
+        fixes=tuple(fixes),
     )

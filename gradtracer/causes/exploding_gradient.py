@@ -51,8 +51,8 @@ class ExplodingGradientCause(Cause):
         and in a sixth of others: ln 4.5 = 1.5.
 
     Fixes:
-        rollback where the weights are already damaged; clip_grad_norm at the usual norm (where none is known, at the
-        norm at which a step moves the weights by 1 %); a lower learning rate as a second choice.
+        clip_grad_norm at the usual norm (where none is known, at the norm at which a step moves the weights by 1 %);
+        adaptive_grad_clip; a lower learning rate. From a rollback where the weights are already damaged.
 
     References:
         Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063. Mikolov 2012, PhD thesis, section 3.2.2 (clipping).
@@ -118,8 +118,7 @@ class ExplodingGradientCause(Cause):
 
     def _fixes(self, series: Series, began: int) -> tuple[FixSuggestion, ...]:
         fixes: list[FixSuggestion] = []
-        if began > 0 and weights_are_damaged(series, began):
-            fixes.append(fix("rollback", f"Weights and optimizer are as before step {began}; clip next."))
+        damaged = weights_are_damaged(series, began)
         norm = usual_grad_norm(series, began)
         if math.isnan(norm):
             norm = self._norm_of_a_small_step(series, began)
@@ -128,12 +127,16 @@ class ExplodingGradientCause(Cause):
                 fix(
                     "clip_grad_norm",
                     "No single update can throw the weights away any more; usual gradients pass as they are.",
+                    rollback_first=damaged,
                     max_norm=rounded(min(norm, 1e6)),
                 )
             )
+        effect = "No unit's gradient is more than a hundredth of its weights."
+        fixes.append(fix("adaptive_grad_clip", effect, rollback_first=damaged, clipping=0.01))
         rate = last_rate(series)
         if rate > 0:
-            fixes.append(fix("set_learning_rate", "Every update is smaller by ten.", learning_rate=rounded(rate / 10)))
+            effect = "Every update is smaller by ten."
+            fixes.append(fix("set_learning_rate", effect, rollback_first=damaged, learning_rate=rounded(rate / 10)))
         return tuple(fixes)
 
     def _norm_of_a_small_step(self, series: Series, step: int) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import evidence, in_forward_order, optimizer_source, source_of, warnings_of
+from gradtracer.causes._reading import evidence, fix, in_forward_order, optimizer_source, source_of, warnings_of
 from gradtracer.causes._wiring import audit_case
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import AuditFinding, Evidence
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion
 from gradtracer.series import Series
 
 
@@ -30,7 +30,7 @@ class FrozenLayers(Cause):
         runs: ln 400 = 6. A random output layer is frozen on purpose in studies of fixed classifiers alone.
 
     Fixes:
-        None that is live yet: requires_grad_(True) in the source, where the layers are frozen.
+        unfreeze. In the source: requires_grad_(True), where the layers are frozen.
 
     References:
         Rahimi and Recht 2007 (random features). Hoffer, Hubara, Soudry 2018, arXiv:1801.04540 (fixed classifiers).
@@ -66,8 +66,14 @@ class FrozenLayers(Cause):
             ratio=6.0 if is_between else -1.0,
             more=more,
             source=source_of(series, names[0] if names else None) or optimizer_source(series),
+            fixes=self._fixes(names),
         )
         return Case(**{**vars(case), "event_ids": (*case.event_ids, *(e.id for e in stalled))})
+
+    def _fixes(self, names: list[str]) -> tuple[FixSuggestion, ...]:
+        if not names:
+            return ()
+        return (fix("unfreeze", "The layers train with the others.", layers=", ".join(names[:40])),)
 
 
 def _measure(found: list[AuditFinding], name: str) -> bool:

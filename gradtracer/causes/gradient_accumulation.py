@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence, fix, last_rate, rounded, warnings_of
+from gradtracer.causes._reading import evidence, fix, last_rate, rounded, warnings_of, weights_are_damaged
 from gradtracer.causes.base import CAUSES
 from gradtracer.records import AuditFinding, Evidence, FixSuggestion
 from gradtracer.series import Series
@@ -33,7 +33,9 @@ class GradientAccumulation(SeenAsFact):
         other two are facts: ln 8000 = 9.
 
     Fixes:
-        set_learning_rate to a k-th of what it is.
+        scale_gradients by 1/k, or set_learning_rate to a k-th of what it is; from a rollback where the weights are
+        already damaged. clear_gradients where they are cleared too late. What was cleared too early is lost: that is
+        for the source.
 
     References:
         PyTorch documentation, "Automatic mixed precision examples", section "Gradient accumulation". Goyal et al. 2017,
@@ -63,11 +65,15 @@ class GradientAccumulation(SeenAsFact):
         return [evidence("The run shows no harm from it.", -4.0)]
 
     def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
-        """The rate that fits a sum."""
+        """A mean in place of the sum, or the boundary."""
+        if root.code == "gradients_cleared_rarely":
+            return (fix("clear_gradients", "Each update follows its own gradient."),)
         calls = next((m.value for m in root.measures if m.name == "num_backward_calls" and m.value), None)
         rate = last_rate(series)
         if root.code != "accumulation_not_averaged" or not calls or not rate > 0:
             return ()
+        damaged, effect = weights_are_damaged(series, root.step), "Updates are as large as with the mean."
         return (
-            fix("set_learning_rate", "Updates are as large as with the mean.", learning_rate=rounded(rate / calls)),
+            fix("scale_gradients", effect, rollback_first=damaged, factor=rounded(1 / calls)),
+            fix("set_learning_rate", effect, rollback_first=damaged, learning_rate=rounded(rate / calls)),
         )

@@ -9,6 +9,7 @@ from gradtracer.causes._reading import (
     evidence,
     first_step,
     fix,
+    ignores_scale,
     last_rate,
     optimizer_source,
     outdone_by_the_program,
@@ -19,7 +20,7 @@ from gradtracer.causes._reading import (
     weights_are_damaged,
 )
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import Evidence, FixSuggestion, Measure, NonFiniteOrigin, SemanticEvent
+from gradtracer.records import Evidence, FixSuggestion, Measure, NonFiniteOrigin, OptimizerDescription, SemanticEvent
 from gradtracer.series import Series
 
 
@@ -52,8 +53,10 @@ class LearningRateTooHigh(Cause):
         what fails now, and what has to be mended, is something else: -5.
 
     Fixes:
-        rollback where the weights are already damaged, then set_learning_rate to the value before the jump, else so
-        that the update ratio comes to 1e-2, at most a tenth of what it is.
+        set_learning_rate, from a rollback where the weights are already damaged: to the value before the jump, a third
+        or a tenth of it. Without a jump, to at most a tenth of what it is: for plain gradients to rate / P, P being the
+        relative change of the loss that first order allowed, so that eta lambda = P / 2 comes to 1/2, a quarter of what
+        is stable; otherwise, and as a second choice, so that the update ratio comes to 1e-2, or ten times less or more.
 
     References:
         Lewkowycz et al. 2020, arXiv:2003.02218. Goodfellow, Bengio, Courville 2016, Deep Learning, section 11.4.1.
@@ -143,20 +146,31 @@ class LearningRateTooHigh(Cause):
     def _fixes(
         self, series: Series, before: float | None, overshoots: list[SemanticEvent], onset: int, now: float
     ) -> tuple[FixSuggestion, ...]:
-        fixes: list[FixSuggestion] = []
-        if onset > 0 and weights_are_damaged(series, onset):
-            fixes.append(fix("rollback", f"Weights and optimizer are as before step {onset}; lower the rate next."))
         if not now > 0:
-            return tuple(fixes)
-        ratio = next((m.value for e in overshoots for m in e.evidence if m.name == "update_ratio" and m.value), 0.1)
-        target = before if before is not None else rate_at(series, onset) * min(0.1, self.TARGET_RATIO / ratio)
-        if not math.isfinite(target) or target >= now:
-            target = now / 10
-        fixes.append(
+            return ()
+        rate = rate_at(series, onset)
+        ratio = _measure(overshoots, "update_ratio") or 0.1
+        by_ratio = rate * min(0.1, self.TARGET_RATIO / ratio)
+        optimizer = series.last_observation(OptimizerDescription)
+        change = _measure(overshoots, "predicted_relative_loss_change")
+        if before is not None:
+            rates = [before, before / 3, before / 10]
+        elif change and optimizer is not None and not ignores_scale(optimizer.type):
+            rates = [rate * min(0.1, 1 / change), by_ratio]
+        else:
+            rates = [by_ratio, by_ratio / 10, by_ratio * 10]
+        rates = [r for r in rates if math.isfinite(r) and r <= now / 2] or [now / 10]
+        damaged = weights_are_damaged(series, onset)
+        return tuple(
             fix(
                 "set_learning_rate",
                 "Updates come down to a size at which the loss falls again.",
-                learning_rate=rounded(target),
+                rollback_first=damaged,
+                learning_rate=rounded(r),
             )
+            for r in rates
         )
-        return tuple(fixes)
+
+
+def _measure(events: list[SemanticEvent], name: str) -> float | None:
+    return next((m.value for e in events for m in e.evidence if m.name == name and m.value), None)

@@ -29,7 +29,8 @@ class LearningRateTooLow(Cause):
         gradient that does not arrive: ln 150 = 5.
 
     Fixes:
-        set_learning_rate so that the largest update ratio comes to 1e-3, by at most a factor of 1e5.
+        set_learning_rate so that the largest update ratio comes to 1e-2, where small networks begin, or to 1e-3, where
+        large ones train; by at most a factor of 1e5.
 
     References:
         Karpathy, CS231n notes, "Ratio of weights:updates". Smith 2017, arXiv:1506.01186 (finding a rate).
@@ -39,7 +40,7 @@ class LearningRateTooLow(Cause):
     title = "The learning rate is too low"
     prior = 0.05
 
-    TARGET_RATIO = 1e-3
+    TARGET_RATIO = 1e-2
     LARGEST_FACTOR = 1e5
     LARGEST_RATE = 1.0
 
@@ -63,12 +64,14 @@ class LearningRateTooLow(Cause):
         fixes = ()
         if rate > 0 and ratio > 0:
             factor = min(self.TARGET_RATIO / ratio, self.LARGEST_FACTOR)
-            fixes = (
+            fixes = tuple(
                 fix(
                     "set_learning_rate",
-                    f"The largest update ratio comes to about {ratio * factor:.0e}, and the loss begins to fall.",
-                    learning_rate=rounded(min(rate * factor, max(self.LARGEST_RATE, rate))),
-                ),
+                    f"The largest update ratio comes to about {ratio * f:.0e}, and the loss begins to fall.",
+                    learning_rate=rounded(min(rate * f, max(self.LARGEST_RATE, rate))),
+                )
+                for f in (factor, factor / 10)
+                if f > 1
             )
         return Case(
             evidence=found,

@@ -13,6 +13,7 @@ from gradtracer.causes._reading import (
     last_rate,
     rounded,
     warnings_of,
+    weights_are_damaged,
 )
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import AuditFinding, Evidence, FixSuggestion, OptimizerDescription
@@ -41,7 +42,7 @@ class LossScale(Cause):
         rate that is too high, which is the same product: ln 150 = 5, less where the rate is large by itself.
 
     Fixes:
-        set_learning_rate by the same factor.
+        scale_gradients or set_learning_rate by the same factor; from a rollback where the weights are already damaged.
 
     References:
         PyTorch documentation, torch.nn.CrossEntropyLoss, `reduction`. Goyal et al. 2017, arXiv:1706.02677.
@@ -102,8 +103,11 @@ class LossScale(Cause):
         rate, factor = last_rate(series), _measure(fact, "factor")
         if not (rate > 0 and factor > 0 and math.isfinite(rate / factor)):
             return ()
-        effect = "Updates are as large as with a mean."
-        return (fix("set_learning_rate", effect, learning_rate=rounded(rate / factor)),)
+        effect, damaged = "Updates are as large as with a mean.", weights_are_damaged(series, fact.step)
+        return (
+            fix("scale_gradients", effect, rollback_first=damaged, factor=rounded(1 / factor)),
+            fix("set_learning_rate", effect, rollback_first=damaged, learning_rate=rounded(rate / factor)),
+        )
 
 
 def _measure(fact: AuditFinding, name: str) -> float:

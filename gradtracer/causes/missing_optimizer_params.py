@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, in_forward_order, optimizer_source, source_of, warnings_of
+from gradtracer.causes._reading import (
+    event_ids,
+    evidence,
+    fix,
+    in_forward_order,
+    optimizer_source,
+    source_of,
+    warnings_of,
+)
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Measure, OptimizerDescription
 from gradtracer.series import Series
@@ -32,7 +40,7 @@ class MissingOptimizerParams(Cause):
         purpose in perhaps one run of a hundred and fifty: ln 150 = 5.
 
     Fixes:
-        None that is live yet: pass the parameters to the optimizer.
+        add_missing_parameters. In the source: pass the parameters to the optimizer.
 
     References:
         PyTorch documentation, torch.optim, "Constructing it" and "Per-parameter options".
@@ -70,6 +78,7 @@ class MissingOptimizerParams(Cause):
             advice=f"Pass them where the optimizer is built, e.g. {optimizer.type}(model.parameters(), ...), or "
             "optimizer.add_param_group({'params': ...}); build it after all layers are in place. If they are meant to "
             "stay as they are, set requires_grad=False.",
+            fixes=(fix("add_missing_parameters", "They train with the others, at the rate of the largest group."),),
         )
 
     def _unchanged(self, series: Series, layers: list[str]) -> list[Evidence]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradtracer.causes._born import birth_fixes
 from gradtracer.causes._reading import (
     event_ids,
     evidence,
@@ -40,7 +41,8 @@ class NanInData(Cause):
         come without a warning, a blow-up announces itself over some steps: factors of 3 to 20.
 
     Fixes:
-        skip_nonfinite_step, so that such a batch changes nothing; rollback first where the weights are already lost.
+        skip_nonfinite_step, so that such a batch changes nothing; impute_inputs, which comes first where a tenth of the
+        batches (and three of them) would be lost. From a rollback where the weights are already lost.
 
     References:
         IEEE 754-2019, section 6.2 (NaN propagates).
@@ -49,6 +51,8 @@ class NanInData(Cause):
     code = "nan_in_data"
     title = "The data hold NaN or infinity"
     prior = 0.06
+
+    FREQUENT, FREQUENT_SHARE = 3, 0.1
 
     def consider(self, series: Series) -> Case | None:
         """Weigh where non-finite numbers began."""
@@ -78,8 +82,15 @@ class NanInData(Cause):
             source=origin.source if origin else None,
             advice="Find the rows (torch.isfinite on inputs and targets of this batch) and drop or impute them where "
             "the data are loaded; look for a division by a standard deviation of zero in the preprocessing.",
-            fixes=self._fixes(series, began),
+            fixes=self._fixes(series, layer, began),
         )
+
+    def _fixes(self, series: Series, layer: str | None, began: int) -> tuple[FixSuggestion, ...]:
+        effect = "The layer receives the mean of the column where a number is missing, and no row is lost."
+        impute = fix("impute_inputs", effect, rollback_first=non_finite_weights(series), layer=layer)
+        bad = np.isinf(series.run("loss")[series.steps >= began])
+        is_frequent = bad.sum() >= self.FREQUENT and bad.mean() >= self.FREQUENT_SHARE
+        return (impute, *birth_fixes(series)) if is_frequent else (*birth_fixes(series), impute)
 
     def _origin(
         self, origin: NonFiniteOrigin | None, events: list[SemanticEvent], receiver: str | None, first: str | None
@@ -116,12 +127,3 @@ class NanInData(Cause):
                 if layers:
                     return in_forward_order(series, layers)[0]
         return None
-
-    def _fixes(self, series: Series, began: int) -> tuple[FixSuggestion, ...]:
-        fixes: list[FixSuggestion] = []
-        if non_finite_weights(series) and began > 0:
-            fixes.append(
-                fix("rollback", f"The weights are finite again, as before step {began}; skip such steps next.")
-            )
-        fixes.append(fix("skip_nonfinite_step", "A batch that is not finite changes nothing any more."))
-        return tuple(fixes)

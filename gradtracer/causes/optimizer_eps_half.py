@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence, optimizer_source, warnings_of
+from gradtracer.causes._reading import evidence, fix, non_finite_weights, optimizer_source, warnings_of
 from gradtracer.causes.base import CAUSES
-from gradtracer.records import AuditFinding, Evidence, NonFiniteOrigin, SourceLocation
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion, NonFiniteOrigin, SourceLocation
 from gradtracer.series import Series
 
 
@@ -30,7 +30,8 @@ class OptimizerEpsHalf(SeenAsFact):
         = 3.
 
     Fixes:
-        None that is live: float32 parameters with autocast, or eps of 1e-4 or more.
+        set_epsilon to 1e-4, of the order of the root of float16's smallest number, or to 1e-3; from a rollback where
+        weights are no longer finite. In the source: float32 parameters with autocast.
 
     References:
         Kingma & Ba 2015, arXiv:1412.6980, algorithm 1. Micikevicius et al. 2018, arXiv:1710.03740, section 3.1 (master
@@ -48,6 +49,18 @@ class OptimizerEpsHalf(SeenAsFact):
     def source(self, series: Series, root: AuditFinding, layer: str | None) -> SourceLocation | None:
         """Where the optimizer is built."""
         return optimizer_source(series) or root.source
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """An epsilon that float16 holds."""
+        return tuple(
+            fix(
+                "set_epsilon",
+                "A small gradient is divided by a number above 0.",
+                rollback_first=non_finite_weights(series),
+                epsilon=epsilon,
+            )
+            for epsilon in (1e-4, 1e-3)
+        )
 
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Whether the update gave NaN."""

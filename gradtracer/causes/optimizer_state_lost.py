@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence
+from gradtracer.causes._reading import evidence, fix
 from gradtracer.causes.base import CAUSES
-from gradtracer.records import AuditFinding, Evidence, Measure, OptimizerDescription, SourceLocation
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion, Measure, OptimizerDescription, SourceLocation
 from gradtracer.series import Series
 
 
@@ -32,7 +32,8 @@ class OptimizerStateLost(SeenAsFact):
         three quarters of these runs: ln 3 = 1.
 
     Fixes:
-        None that is live: load the optimizer's state dict.
+        warmup over 100 updates, by when fresh second moments rest on enough batches; from a rollback, since the first
+        update without them has done harm already. In the source: load the optimizer's state dict.
 
     References:
         PyTorch documentation, "Saving and loading a general checkpoint for inference and/or resuming training".
@@ -53,6 +54,11 @@ class OptimizerStateLost(SeenAsFact):
         """Where the optimizer is built that has no state."""
         optimizer = series.last_observation(OptimizerDescription)
         return (optimizer.source if optimizer else None) or root.source
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """A slow start for the new moments."""
+        effect = "The first updates with fresh moments are small, and the loss does not jump."
+        return (fix("warmup", effect, rollback_first=True, steps=100),)
 
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Whether the loss jumped."""

@@ -29,7 +29,8 @@ class SchedulerMisuse(Cause):
         ln 1000 = 7.
 
     Fixes:
-        set_learning_rate to the rate before the fall, or the one that the schedule was built for.
+        set_learning_rate to the rate before the fall, or the one that the schedule was built for; to a third of it;
+        cosine_restart from it.
 
     References:
         PyTorch documentation, torch.optim, "How to adjust learning rate".
@@ -54,7 +55,12 @@ class SchedulerMisuse(Cause):
         fixes = ()
         if before:
             effect = "Updates are as large again as the run was set up for."
-            fixes = (fix("set_learning_rate", effect, learning_rate=rounded(before)),)
+            restart = "The rate is as large again, and then falls to 0 over as many steps as the run has made."
+            fixes = (
+                fix("set_learning_rate", effect, learning_rate=rounded(before)),
+                fix("set_learning_rate", effect, learning_rate=rounded(before / 3)),
+                fix("cosine_restart", restart, learning_rate=rounded(before), steps=max(series.last_step, 2)),
+            )
         stuck = event.to_state == "not_started"
         return Case(
             evidence=found,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import evidence
+from gradtracer.causes._reading import evidence, fix
 from gradtracer.causes._wiring import audit_case, audited
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
@@ -30,7 +30,7 @@ class UnregisteredModule(Cause):
         one of some six hundred does not: ln 650 = 6.5.
 
     Fixes:
-        None that is live: register the modules in the source.
+        add_missing_parameters lets them train. In the source: register the modules, or they are not saved.
 
     References:
         PyTorch documentation, torch.nn.ModuleList. pytorch/pytorch issue 715.
@@ -54,4 +54,5 @@ class UnregisteredModule(Cause):
             "nn.Parameter) where the class sets it, and build the optimizer after that.",
             more=[evidence("The other parameters of the model train.", 0.5)],
             source=found[0].source,
+            fixes=(fix("add_missing_parameters", "They train with the others, at the rate of the largest group."),),
         )

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, optimizer_source, rounded, warnings_of
+from gradtracer.causes._reading import (
+    event_ids,
+    evidence,
+    fix,
+    hyperparameter,
+    last_rate,
+    optimizer_source,
+    rounded,
+    warnings_of,
+)
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import Evidence, OptimizerDescription
+from gradtracer.records import Evidence, FixSuggestion, OptimizerDescription
 from gradtracer.series import Series
 
 
@@ -32,7 +41,8 @@ class WarmupMissing(Cause):
         that ends by itself while the rate stays is a start that went wrong: ln 30 = 3.5.
 
     Fixes:
-        rollback to the earliest snapshot, set_learning_rate to a tenth, and raise it again.
+        From a rollback: warmup over a tenth of the 2 / (1 - beta2) updates that Adam is said to need, at least 100 (a
+        run may not be longer), or over all of them; set_learning_rate to a tenth.
 
     References:
         Liu et al. 2020, arXiv:1908.03265. Xiong et al. 2020, arXiv:2002.04745. Goyal et al. 2017, arXiv:1706.02677.
@@ -70,10 +80,7 @@ class WarmupMissing(Cause):
         if faded and faded[0].step < self.FIRST_STEPS:
             found.append(evidence(faded[0].message, -2.0, events=faded))
         rate = last_rate(series)
-        fixes = (fix("rollback", "Weights and moments are as in the first steps; warm up next."),)
-        if rate > 0:
-            effect = "The first updates are small until the moments have settled."
-            fixes = (*fixes, fix("set_learning_rate", effect, learning_rate=rounded(rate / 10)))
+        fixes = self._fixes(series, rate)
         return Case(
             evidence=found,
             onset_step=0,
@@ -85,6 +92,19 @@ class WarmupMissing(Cause):
             "batch), or put the normalisation before attention and feed-forward (norm_first=True).",
             fixes=fixes,
         )
+
+    def _fixes(self, series: Series, rate: float) -> tuple[FixSuggestion, ...]:
+        beta2 = hyperparameter(series, "beta2")
+        full = round(2 / (1 - min(beta2, 0.9999))) if beta2 is not None else 2000
+        effect = "The first updates are small until the moments have settled."
+        fixes = [
+            fix("warmup", effect, rollback_first=True, steps=steps)
+            for steps in sorted({max(100, full // 10), max(100, full)})
+        ]
+        if rate > 0:
+            effect = "Every update is smaller by ten."
+            fixes.append(fix("set_learning_rate", effect, rollback_first=True, learning_rate=rounded(rate / 10)))
+        return tuple(fixes)
 
     def _could(self, series: Series) -> bool:
         """Whether the model attends, the optimizer has moments, and the rate did not begin low."""

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, last_rate, optimizer_source, warnings_of
+import numpy as np
+
+from gradtracer.causes._reading import (
+    event_ids,
+    evidence,
+    fix,
+    hyperparameter,
+    last_rate,
+    optimizer_source,
+    rounded,
+    warnings_of,
+)
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import OptimizerDescription
+from gradtracer.records import FixSuggestion, OptimizerDescription
 from gradtracer.series import Series
 
 
@@ -28,7 +39,8 @@ class WeightDecayTooLarge(Cause):
         these runs and in a fifth of others: ln 4.5 = 1.5.
 
     Fixes:
-        None that is live yet: lower weight_decay.
+        set_weight_decay to a hundredth, at most 1e-4 (added to the gradient) or 1e-2 (decoupled); or to 0. From a
+        rollback where the weights have lost half of their norm.
 
     References:
         Krogh & Hertz 1991, NIPS. Loshchilov & Hutter 2019, arXiv:1711.05101.
@@ -47,14 +59,9 @@ class WeightDecayTooLarge(Cause):
             return None
         found = [evidence(events[0].message, 6.0, events=events)]
         optimizer = series.last_observation(OptimizerDescription)
-        decays = [
-            p.value
-            for group in (optimizer.groups if optimizer else ())
-            for p in group.hyperparameters
-            if p.name == "weight_decay" and isinstance(p.value, (int, float))
-        ]
-        decay = max(decays, default=0.0)
-        if decays and decay == 0:
+        known = hyperparameter(series, "weight_decay")
+        decay = known or 0.0
+        if known == 0:
             found.append(evidence("The optimizer has no weight decay.", -6.0))
         elif decay >= self.LARGE:
             found.append(evidence(f"weight_decay is {decay:g}.", 1.5))
@@ -70,4 +77,23 @@ class WeightDecayTooLarge(Cause):
             source=optimizer_source(series),
             advice="Lower weight_decay where the optimizer is built, to 1e-4 (added to the gradient) or 1e-2 (AdamW), "
             "and leave biases and normalisations out of it.",
+            fixes=self._fixes(series, decay, optimizer.type if optimizer else ""),
         )
+
+    def _fixes(self, series: Series, decay: float, optimizer: str) -> tuple[FixSuggestion, ...]:
+        if decay <= 0:
+            return ()
+        usual = 1e-2 if "AdamW" in optimizer or "Lion" in optimizer else 1e-4
+        effect = "The pull of the data is stronger than that toward zero, and the weights grow again."
+        return tuple(
+            fix("set_weight_decay", effect, rollback_first=self._have_shrunk(series), weight_decay=rounded(value))
+            for value in (min(usual, decay / 100), 0.0)
+        )
+
+    def _have_shrunk(self, series: Series) -> bool:
+        norms = [
+            np.sqrt(sum(n**2 for n in table.signal("weight_norm").values() if np.isfinite(n)))
+            for _, table in series.tables
+            if table.signal("weight_norm")
+        ]
+        return len(norms) > 1 and bool(norms[-1] < 0.5 * norms[0])

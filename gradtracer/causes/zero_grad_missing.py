@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence
+from gradtracer.causes._reading import evidence, fix, weights_are_damaged
 from gradtracer.causes.base import CAUSES
-from gradtracer.records import AuditFinding, Evidence
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion
 from gradtracer.series import Series
 
 
@@ -32,7 +32,8 @@ class ZeroGradMissing(SeenAsFact):
         Clearing at some updates and not at others belongs to the other cause in 50 of 51 cases: -4 = -ln 50.
 
     Fixes:
-        None that is live: call optimizer.zero_grad() once an update.
+        clear_gradients, from a rollback where the weights are already damaged. In the source: call
+        optimizer.zero_grad() once an update.
 
     References:
         PyTorch documentation, torch.optim.Optimizer.zero_grad.
@@ -45,6 +46,11 @@ class ZeroGradMissing(SeenAsFact):
     findings = ("gradients_never_cleared",)
     ratio = 9.0
     what_to_do = "Call optimizer.zero_grad() once an update, before loss.backward() (or right after optimizer.step())."
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Clear them for the program."""
+        effect = "Each update follows its own gradient."
+        return (fix("clear_gradients", effect, rollback_first=weights_are_damaged(series, root.step)),)
 
     def more(self, series: Series, found: Sequence[AuditFinding]) -> Sequence[Evidence]:
         """Whether they are cleared now and then."""

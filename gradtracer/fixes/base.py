@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, get_args
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 import annotated_types
 from pydantic import ValidationError
@@ -21,6 +21,19 @@ from gradtracer.registry import Registry, docstring_sections
 FIXES: Registry[type[Fix[Any]]]
 
 Undo = Callable[[], None]
+
+
+@runtime_checkable
+class ReportingUndo(Protocol):
+    """An `Undo` that also tells what its fix has done since it was applied."""
+
+    def __call__(self) -> None:
+        """Take the fix back."""
+        ...
+
+    def report(self) -> str:
+        """What it has done so far, in words that continue "it"; empty where that is nothing yet."""
+        ...
 
 
 class FixParameters(Record):
@@ -61,6 +74,14 @@ class LiveRun(Protocol):
     @property
     def grad_scalers(self) -> Sequence[Any]:
         """The gradient scalers (`torch.amp.GradScaler`) that have scaled a loss so far."""
+        ...
+
+    def missing_parameters(self) -> Sequence[tuple[str, Any]]:
+        """Names and parameters that require a gradient, have had one, and that no optimizer of the process holds.
+
+        Those of the model come first, then those that it uses without having registered them, named after where they
+        hang; the state of the run, as snapshots and trials keep it, holds these too from the first call on.
+        """
         ...
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gradtracer.errors import BadParameter
+from gradtracer.fixes._updates import grad_scale, gradients, norms, switch
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -49,23 +49,17 @@ class ClipGradNorm(Fix[ClipGradNormParameters]):
 
     def preview(self, run: LiveRun, parameters: ClipGradNormParameters) -> list[Change]:
         """The bound that would come into force."""
-        if not run.optimizers:
-            raise BadParameter(
-                "no optimizer has stepped yet, so there is no gradient to clip; try after the first step"
-            )
-        return [
-            Change(target=f"optimizers[{o}].max_grad_norm", old=None, new=parameters.max_norm)
-            for o in range(len(run.optimizers))
-        ]
+        return switch(run, "max_grad_norm", parameters.max_norm)
 
     def apply(self, run: LiveRun, parameters: ClipGradNormParameters) -> Undo:
         """Clip from the next update on."""
-        import torch
-
         self.preview(run, parameters)
 
         def before(optimizer: Any) -> None:
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch.nn.utils.clip_grad_norm_(held, parameters.max_norm)
+            if held := gradients(optimizer):
+                # No value is read here, so that a GPU is not waited for.
+                ratio = parameters.max_norm * grad_scale(optimizer) / norms(held).norm().clamp_min(1e-30)
+                for gradient in held:
+                    gradient.mul_(ratio.clamp(max=1.0).to(gradient.device, gradient.dtype))
 
         return run.around_update(before)

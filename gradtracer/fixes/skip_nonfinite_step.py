@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradtracer.errors import BadParameter
+from gradtracer.fixes._updates import gradients, switch, whole
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -15,7 +15,8 @@ class SkipNonfiniteStep(Fix[FixParameters]):
 
     What:
         Before each update all gradients of the optimizer are checked; where one is not finite, the whole update is
-        left out: weights and optimizer state stay as they are.
+        left out: weights and optimizer state stay as they are. Running statistics of normalisation layers have seen
+        the batch by then.
 
     Why:
         One such update makes every weight non-finite, and nothing after it can be saved.
@@ -37,39 +38,39 @@ class SkipNonfiniteStep(Fix[FixParameters]):
     title = "Skip updates that are not finite"
     safety = Safety.SAFE
     standing = True
-    mends = ("nan_in_data",)
+    mends = (
+        "attention_fully_masked",
+        "ctc_infinite",
+        "division_by_zero",
+        "empty_mean",
+        "log_of_zero",
+        "nan_gradient_pow",
+        "nan_gradient_sqrt",
+        "nan_gradient_where",
+        "nan_in_data",
+        "unbounded_variance",
+    )
 
     def preview(self, run: LiveRun, parameters: FixParameters) -> list[Change]:
         """That non-finite updates would be skipped."""
-        if not run.optimizers:
-            raise BadParameter("no optimizer has stepped yet, so there is no update to skip; try after the first step")
-        return [
-            Change(target=f"optimizers[{o}].skip_nonfinite_step", old=False, new=True)
-            for o in range(len(run.optimizers))
-        ]
+        return switch(run, "skip_nonfinite_step", new=True, old=False)
 
     def apply(self, run: LiveRun, parameters: FixParameters) -> Undo:
         """Check from the next update on."""
-
         self.preview(run, parameters)
 
         def before(optimizer: Any) -> None:
-            gradients = [
-                p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            ]
-            if gradients and not _all_finite(gradients):
+            held = gradients(optimizer)
+            if held and not _all_finite(held):
                 run.skip_update(optimizer)
 
         return run.around_update(before)
 
 
-def _all_finite(gradients: list[Any]) -> bool:
+def _all_finite(tensors: list[Any]) -> bool:
     """One pass and one number where all is well; element by element where the norm of a large gradient overflows."""
     import torch
 
-    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    norms = [whole(n) for n in torch._foreach_norm(tensors)]  # pyright: ignore[reportPrivateImportUsage]
     total = torch.stack([n.to(norms[0].device, torch.float64) for n in norms]).sum()
-    return bool(torch.isfinite(total)) or all(bool(torch.isfinite(g).all()) for g in gradients)
+    return bool(torch.isfinite(total)) or all(bool(whole(torch.isfinite(t).all())) for t in tensors)

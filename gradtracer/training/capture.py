@@ -187,6 +187,11 @@ class Capture:
         """Whether the step is one of those that are sampled, as far as is known now."""
         return self._schedule.is_due(step)
 
+    def note_intervention(self) -> None:
+        """A fix has changed weights or the optimizer's state."""
+        for audit in self._audits:
+            audit.on_intervention()
+
     def close(self) -> None:
         """Hand over what is left: the open step if anything happened in it, and what a GPU still holds."""
         if self._open.updated and self.explicit is not True:
@@ -707,10 +712,10 @@ class Capture:
             self._unheld_cache = [n for n, p in enumerate(self.parameters) if id(p) not in held]
         return self._unheld_cache
 
-    def unheld_with_gradient(self) -> list[str]:
-        """Names of trainable parameters that have a gradient and that no known optimizer holds."""
+    def unheld_with_gradient(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters: those that train, have a gradient, and are held by no known optimizer."""
         return [
-            self.parameter_names[n]
+            (self.parameter_names[n], self.parameters[n])
             for n in self._unheld()
             if self.parameters[n].requires_grad and self.parameters[n].grad is not None
         ]

@@ -486,7 +486,7 @@ class Controller:
             try:
                 active.undo()
                 if watched.snapshot is not None and watched.fix != "rollback":
-                    self._snapshots.restore(watched.snapshot)
+                    self._run.restore(watched.snapshot)
             except GradtracerError as error:
                 verdict = f"{verdict}; it could not be taken back: {error}"
                 self._put(_ended(watched, InterventionState.FAILED, step, verdict))

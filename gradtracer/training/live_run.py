@@ -18,6 +18,7 @@ from gradtracer.training.recorder import Recorder
 from gradtracer.training.rehearsal import BatchCollector, Rehearsal, TapedRehearsal, UserRehearsal
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.state import TrainingState, random_states, set_random_states
+from gradtracer.training.strays import held_by_any_optimizer, strays
 from gradtracer.training.trial import Plan, Trial
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ class TrainingRun:
         self.is_rehearsing = False
         """Whether what runs now is no step of the user's: nothing of it is recorded, and fixes still act on it."""
         self._rehearsed_norms: list[float] = []
+        self._had_gradient: dict[str, torch.Tensor] = {}
+        """Parameters without an optimizer that were found to have a gradient: a rollback clears it."""
         self._guards: list[tuple[Callable[[Optimizer], None], Callable[[Optimizer], None] | None]] = []
         self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -73,6 +76,23 @@ class TrainingRun:
     def grad_scalers(self) -> Sequence[torch.amp.GradScaler]:
         """The gradient scalers seen so far."""
         return HOOKS.scalers
+
+    def missing_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """See `gradtracer.fixes.LiveRun`."""
+        held = self._capture.held | held_by_any_optimizer()
+        found: dict[str, torch.Tensor] = dict(self._capture.unheld_with_gradient())
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+            # On several ranks nothing reduces the gradients of what the model has not registered.
+            unregistered = {
+                s.name: s.tensor
+                for s in strays(self.model)
+                if s.tensor.is_leaf and s.tensor.requires_grad and s.tensor.grad is not None
+            }
+            self._state.include(unregistered)
+            found.update(unregistered)
+        self._had_gradient.update(found)
+        return [(name, p) for name, p in self._had_gradient.items() if p.requires_grad and id(p) not in held]
 
     @property
     def is_finite(self) -> bool:
@@ -133,6 +153,7 @@ class TrainingRun:
             BadParameter: If no step can be run again.
             RunRefused: If it would not fit.
         """
+        self.missing_parameters()  # from now on they belong to the state that the trial puts back
         trial = Trial(self._state, self.rehearsal, self.carry_out, self._take_rehearsed_norms)
         return self.undisturbed(lambda: trial.run(plans, num_steps))
 
@@ -145,7 +166,10 @@ class TrainingRun:
         if plan.rollback_first:
             plan.fix.preview(self, plan.parameters)
             self.restore(self.rollback_target().name)
-        return plan.fix.apply(self, plan.parameters)
+        undo = plan.fix.apply(self, plan.parameters)
+        if not self.is_rehearsing:
+            self._capture.note_intervention()
+        return undo
 
     def snapshot_before_trouble(self) -> SnapshotInfo | None:
         """The newest healthy snapshot from before the first open problem; None where there is none."""
@@ -166,12 +190,12 @@ class TrainingRun:
 
     def undisturbed(self, run: Callable[[], T]) -> T:
         """Run something that is no part of the user's training; in the training thread, at a step boundary."""
-        self.is_rehearsing = True
+        was, self.is_rehearsing = self.is_rehearsing, True  # a fix that is tried may rehearse too
         try:
             with torch.enable_grad():  # the boundary may lie within an optimizer's step
                 return run()
         finally:
-            self.is_rehearsing = False
+            self.is_rehearsing = was
 
     def _take_rehearsed_norms(self) -> list[float]:
         norms, self._rehearsed_norms = self._rehearsed_norms, []
@@ -207,6 +231,8 @@ class TrainingRun:
     def restore(self, snapshot: str) -> None:
         """See `gradtracer.fixes.LiveRun`."""
         self._store.restore(snapshot)
+        if not self.is_rehearsing:
+            self._capture.note_intervention()
 
     def first_open_problem_step(self) -> int | None:
         """See `gradtracer.fixes.LiveRun`."""

@@ -10,7 +10,7 @@ import copy
 import gc
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class TrainingState:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> None:
         self._model, self._optimizers, self._others = model, optimizers, others
         self._schedulers: list[LRScheduler] = []
+        self._strays: dict[str, Tensor] = {}
+
+    def include(self, strays: Mapping[str, Tensor]) -> None:
+        """Let parameters that the model uses without having registered them belong to the state from now on."""
+        self._strays.update(strays)
 
     def find_schedulers(self) -> None:
         """Look for learning rate schedulers of the optimizers: a walk over all objects, some 10 ms."""
@@ -132,7 +137,7 @@ class TrainingState:
         found: dict[str, Tensor] = dict(self._model.named_parameters())
         found.update(self._model.named_buffers())
         known = {id(t) for t in found.values()}
-        for key, parameter in _held(self._optimizers):
+        for key, parameter in (*self._strays.items(), *_held(self._optimizers)):
             if id(parameter) not in known:
                 known.add(id(parameter))
                 found[key] = parameter

@@ -52,6 +52,7 @@ from gradtracer.training.recorder import Recorder
 from gradtracer.training.schedule import Schedule
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.state import TrainingState
+from gradtracer.training.strays import held_by_any_optimizer
 
 log = logging.getLogger("gradtracer")
 
@@ -401,10 +402,12 @@ class FlowTracker:
 
     def _describe_optimizers(self, step: int) -> None:
         capture = self._capture
-        missing = capture.unheld_with_gradient() if step >= min(_COVERAGE_STEPS) else []
+        unheld = capture.unheld_with_gradient() if step >= min(_COVERAGE_STEPS) else []
+        missing = [name for name, _ in unheld]
         if missing and missing != self._seemed_missing:
             self._seemed_missing = missing
-            self._missing = _without_idle_optimizers(missing, capture)
+            held = held_by_any_optimizer()  # also by one that has not stepped yet: a critic's, a warm-up's
+            self._missing = [name for name, p in unheld if id(p) not in held]
         missing = self._missing if missing else []
         described = tuple(
             (
@@ -543,18 +546,6 @@ def _group(group: dict[str, Any]) -> OptimizerGroup:
             for name, value in sorted(plain.items())
         ),
     )
-
-
-def _without_idle_optimizers(missing: list[str], capture: Capture) -> list[str]:
-    """Leave out parameters that an optimizer holds which has not stepped yet (a critic's, a warm-up's)."""
-    import gc  # a walk over all objects, only taken where something seems to be missing
-
-    held: set[int] = set()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Optimizer):  # isinstance would ask objects for their __class__, which may do things
-            held |= {id(p) for group in thing.param_groups for p in group["params"]}
-    numbers = {name: p for name, p in zip(capture.parameter_names, capture.parameters, strict=True)}
-    return [name for name in missing if id(numbers[name]) not in held]
 
 
 def _describe_error(error: BaseException) -> str:

@@ -240,7 +240,7 @@ def test_stop_raises_a_system_exit_of_code_0_where_there_is_no_block(training: T
         ("no_such_fix", {}, "list_fixes"),
         ("set_learning_rate", {}, "required"),
         ("set_learning_rate", {"learning_rate": -1.0}, "greater than 0"),
-        ("set_learning_rate", {"learning_rate": 11.0}, "less than or equal to 10"),
+        ("set_learning_rate", {"learning_rate": 1001.0}, "less than or equal to 1000"),
         ("set_learning_rate", {"learning_rate": "fast"}, "valid number"),
         ("set_learning_rate", {"learning_rate": 0.1, "group": 3}, "group 3 does not exist"),
         ("set_learning_rate", {"learning_rate": 0.1, "speed": 1}, "speed"),

@@ -75,6 +75,9 @@ class Audit(ABC):
     def on_gap(self) -> None:  # noqa: B027
         """Steps were left out since the last call: what compares neighbouring steps begins anew."""
 
+    def on_intervention(self) -> None:  # noqa: B027
+        """A fix has changed weights or the optimizer's state: what was known of them is void."""
+
     def on_forward(
         self, context: AuditContext, name: str, module: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Iterable[AuditFinding]:

@@ -52,7 +52,7 @@ class OptimizerMemory(Audit):
         changes what is trained or how; a twin of the old optimizer is a resume that forgot `load_state_dict`.
 
     Fixes:
-        None that is live: load the optimizer's state with the model's.
+        warmup. In the source: load the optimizer's state with the model's.
 
     References:
         PyTorch documentation, "Saving and loading a general checkpoint for inference and/or resuming training".
@@ -66,6 +66,10 @@ class OptimizerMemory(Audit):
     def __init__(self) -> None:
         self._memories: dict[int, _Memory] = {}
         self._probes: dict[int, nn.Parameter] = {}
+
+    def on_intervention(self) -> None:
+        """What a rollback or a reset takes away is not lost."""
+        self._memories.clear()
 
     def on_gradients(self, context: AuditContext, optimizer: Optimizer) -> Iterable[AuditFinding]:
         """Compare what the optimizer knows with what was known."""
