@@ -48,7 +48,7 @@ def intervention_view(intervention: Intervention) -> RenderableType:
     details += [intervention.outcome] if intervention.outcome else []
     parts += [Padding(Text(line), (0, 0, 0, 2)) for line in details]
     if intervention.trial is not None:
-        parts += [Text(), _trial_table(intervention.trial), Text(intervention.trial.conclusion, style="bold")]
+        parts += [Text(), _trial_table(intervention.trial)]
     return Group(*parts)
 
 
@@ -83,7 +83,7 @@ def audit_view(trail: AuditTrail) -> RenderableType:
             Text(called(done.fix, done.parameters)),
             Text(done.mode),
             _state(done),
-            Text(" ".join(f"{done.reason} {done.outcome}".split())),
+            Text(" ".join("; ".join(filter(None, (done.reason, done.outcome))).split())),
         )
     if trail.broken_at is not None:
         verdict = Text(f"The chain breaks at entry {trail.broken_at}: {trail.problem}.", style="bold red")

@@ -430,7 +430,7 @@ def _branch_name(branch: TrialBranch) -> str:
 
 
 def _against_control(branch: TrialBranch) -> str:
-    if branch.difference is None:
+    if branch.difference is None or branch.verdict == "control":
         return number(None)
     error = f" ± {branch.standard_error:.2g}" if branch.standard_error is not None else ""
     return f"{branch.difference:+.4g}{error}"
@@ -439,15 +439,15 @@ def _against_control(branch: TrialBranch) -> str:
 def _branches(trial: TrialResult) -> list[str]:
     rows = [
         f"{name}{'' if branch.verdict == 'control' else f': {verdict}'}, final loss {loss}"
-        + (f" ({against} against the control)" if branch.difference is not None else "")
+        + (f" ({against} against the control)" if against != number(None) else "")
         + (f", {_count(branch.num_non_finite, 'step')} not finite" if branch.num_non_finite else "")
         + (f", {branch.note}" if branch.note else "")
         + (f", losses {curve}" if curve else "")
         for branch, (name, verdict, loss, against, curve) in zip(trial.branches, trial_rows(trial), strict=True)
     ]
     batches = "1 batch" if trial.num_batches == 1 else f"{trial.num_batches} batches"
-    size = f"trial of {_count(trial.num_steps, 'step')} on {batches}"
-    return [f"{size}, {number(trial.seconds)} s: {trial.conclusion or 'see the branches'}", *rows]
+    # The conclusion is in the outcome.
+    return [f"trial of {_count(trial.num_steps, 'step')} on {batches}, in {trial.seconds:.2g} s", *rows]
 
 
 def called(fix: str, parameters: Sequence[ParameterValue]) -> str:

@@ -28,7 +28,8 @@ from tests.scripted_process import RUNNING, ScriptedProcess, intervention
 TRIED = intervention().model_copy(
     update={
         "mode": "trial",
-        "state": InterventionState.KEPT,
+        "state": InterventionState.TRIED,
+        "outcome": "clip_grad_norm is better. The run itself was not changed.",
         "trial": TrialResult(
             num_steps=3,
             num_batches=3,

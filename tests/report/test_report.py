@@ -295,7 +295,14 @@ TRIAL = TrialResult(
     num_batches=2,
     seconds=1.5,
     branches=(
-        TrialBranch(fix="control", losses=(1.0, 2.0, 4.0, None), final_loss=8.0, num_non_finite=1, verdict="control"),
+        TrialBranch(
+            fix="control",
+            losses=(1.0, 2.0, 4.0, None),
+            final_loss=8.0,
+            difference=0.0,
+            num_non_finite=1,
+            verdict="control",
+        ),
         TrialBranch(
             fix="set_learning_rate",
             parameters=(ParameterValue(name="learning_rate", value=0.01), ParameterValue(name="group", value=None)),
@@ -315,7 +322,7 @@ def test_a_trial_is_told_with_all_its_branches_on_one_scale(report: DiagnosticRe
     tried = INTERVENTION.model_copy(update={"mode": "trial", "trial": TRIAL, "loss_after": None})
     told = report.model_copy(update={"interventions": (tried,)})
     for line in (
-        "trial of 4 steps on 2 batches, 1.5 s: set_learning_rate is better than to go on as it is.",
+        "trial of 4 steps on 2 batches, in 1.5 s",
         "control, final loss 8, 1 step not finite, losses ▂▄█×",
         "set_learning_rate(learning_rate=0.01): better, final loss 0.1 (-7.9 ± 0.25 against the control), losses ▂▁▁▁",
         "rollback, then clip(): failed, final loss –, no snapshot from before the trouble",
