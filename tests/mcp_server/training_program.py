@@ -33,10 +33,10 @@ def main() -> None:
         rows = torch.randint(0, 256, (64,))
         optimizer.zero_grad()
         loss = nn.functional.smooth_l1_loss(model(inputs[rows]), targets[rows])
+        time.sleep(PACE_S)  # inside the step: between two steps it would be a wait for data
         loss.backward()
         optimizer.step()
         tracker.step(loss=loss.item())
-        time.sleep(PACE_S)
     tracker.close()
 
 
