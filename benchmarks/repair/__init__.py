@@ -1,0 +1,1 @@
+"""Faulty runs that mend themselves, measured against their healthy twins; and healthy runs that must be spared."""
