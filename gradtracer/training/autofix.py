@@ -279,7 +279,11 @@ class Autofix:
 
     def _ask(self, request: FixRequest) -> None:
         self._asked_for_trial = request.mode == "trial"
-        self._pending = self._submit(request)
+        try:
+            self._pending = self._submit(request)
+        except GradtracerError as error:  # answered at the next boundary, as any refusal
+            self._pending = Future()
+            self._pending.set_exception(error)
 
 
 def _reason(option: _Option) -> str:
