@@ -117,6 +117,10 @@ class LiveRun(Protocol):
         """From inside a `before`: let this optimizer step do nothing."""
         ...
 
+    def pruned_places(self) -> Mapping[str, Any]:
+        """By name of layer, where its weight was set to zero when it was pruned: boolean tensors of its shape."""
+        ...
+
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """Saved states, oldest first."""
         ...
@@ -152,6 +156,9 @@ class Fix(ABC, Generic[P]):
     shows_in_loss: ClassVar[bool] = True
     """Whether its effect shows in the training loss within some steps. Where it does not (a mask, a running statistic),
     a trial can show that it does no harm, and no more."""
+    loss_may_rise: ClassVar[bool] = False
+    """Whether it mends what the training loss does not count, at the cost of that loss (weights of classes, a mask).
+    Then a trial and the watch ask only that the loss stays finite."""
     num_batches: ClassVar[int] = 0
     """How many captured batches `apply` wants for `LiveRun.rehearse`; the run captures them before it is called."""
     mends: ClassVar[tuple[str, ...]]

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -403,6 +403,7 @@ class Controller:
         watch = Watch.after(self._recent_losses(self._run.step))
         # A fix that cannot hurt a healthy run stays whatever the loss does.
         watched = plan.fix.safety is not Safety.SAFE
+        until = "gets worse" if not plan.fix.loss_may_rise else "is no longer finite"
         done = asked.model_copy(
             update={
                 "state": InterventionState.APPLIED,
@@ -411,11 +412,13 @@ class Controller:
                 "loss_before": watch.loss,
                 "snapshot": saved.name if saved else None,
                 "rolled_back_to": rolled_back_to,
-                "outcome": f"in force; watched for {watch.num_steps} steps, taken back by itself if the loss gets worse"
+                "outcome": f"in force; watched for {watch.num_steps} steps, taken back by itself if the loss {until}"
                 if watched
                 else "in force",
             }
         )
+        if plan.fix.loss_may_rise:
+            watch = replace(watch, loss=None)
         self._active[done.id] = _Active(done, undo, watch if watched else None)
         return done
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from gradtracer.errors import BadParameter
 from gradtracer.fixes import SnapshotInfo, Undo
 from gradtracer.records import Severity, TrialResult
 from gradtracer.training import statistics
+from gradtracer.training.audits.pruned_weights import PrunedWeights
 from gradtracer.training.capture import Capture
 from gradtracer.training.hooks import HOOKS
 from gradtracer.training.recorder import Recorder
@@ -217,6 +218,11 @@ class TrainingRun:
                     # An optimizer passes over parameters without a gradient; the user's gradient comes back after.
                     self._left_out.append((parameter, parameter.grad))
                     parameter.grad = None
+
+    def pruned_places(self) -> Mapping[str, torch.Tensor]:
+        """See `gradtracer.fixes.LiveRun`."""
+        audit = self._capture.audit(PrunedWeights)
+        return {} if audit is None else audit.places
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """See `gradtracer.fixes.LiveRun`."""

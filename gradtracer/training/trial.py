@@ -240,6 +240,8 @@ def _verdict(
     size = abs(statistics.fmean(control.final))
     if abs(difference) <= max(_SIGNIFICANT_ERRORS * (error or 0.0), _SIGNIFICANT_SHARE * size):
         return "no_difference", ""
+    if difference > 0 and branch.plan.fix.loss_may_rise:
+        return "no_difference", "its loss is higher, as it may be: what it mends is not in the loss"
     return ("better" if difference < 0 else "worse"), ""
 
 

@@ -64,6 +64,9 @@ class PrunedWeights(Audit):
         self._watched: dict[str, _Watched] = {}
         self._shares: Later[tuple[int, tuple[str, ...]]] = Later()
         self._last_step = -1
+        self.places: dict[str, Tensor] = {}
+        """By layer, which weights were zero when it was pruned, boolean; on a device, where the zeros are counted only
+        after the update, there are none."""
 
     def on_gradients(self, context: AuditContext, optimizer: Optimizer) -> Iterable[AuditFinding]:
         """Count zeros before the update."""
@@ -89,6 +92,17 @@ class PrunedWeights(Audit):
         self._shares.put((context.step, tuple(name for name, _ in self._weights)), zeros)
         for (step, names), shares in self._shares.take():
             yield from self._judge(context, step, names, shares)
+            if step == context.step:
+                self._remember(step)
+
+    def _remember(self, step: int) -> None:
+        """Keep where the zeros are of what has just been pruned."""
+        for name, parameter in self._weights or ():
+            pruned_at = self._watched[name].pruned_at
+            if pruned_at == step:
+                self.places[name] = parameter.detach() == 0
+            elif pruned_at < 0:
+                self.places.pop(name, None)
 
     def _judge(
         self, context: AuditContext, step: int, names: tuple[str, ...], shares: Tensor
