@@ -65,19 +65,29 @@ def keep(run: LiveRun, tensors: Iterable[Any]) -> Undo:
     """Copy tensors and the optimizers' state of them; the undo puts both back, in place."""
     unique = list({id(t): t for t in tensors}.values())
     values = [t.detach().clone() for t in unique]
-    states = [
-        (o, t, copy.deepcopy(dict(o.state[t])) if t in o.state else None) for o in run.optimizers for t in unique
-    ]
+    moments = keep_moments(run, unique)
 
     def undo() -> None:
         for tensor, value in zip(unique, values, strict=True):
             tensor.detach().copy_(value)
-        for optimizer, tensor, state in states:
+        moments()
+
+    return undo
+
+
+def keep_moments(run: LiveRun, parameters: Iterable[Any]) -> Undo:
+    """Copy what optimizers remember of parameters; the undo puts it back."""
+    states = [
+        (o, p, copy.deepcopy(dict(o.state[p])) if p in o.state else None) for p in parameters for o in run.optimizers
+    ]
+
+    def undo() -> None:
+        for optimizer, parameter, state in states:
             if state is None:
-                optimizer.state.pop(tensor, None)
+                optimizer.state.pop(parameter, None)
             else:
-                optimizer.state[tensor].clear()
-                optimizer.state[tensor].update(copy.deepcopy(state))
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(copy.deepcopy(state))
 
     return undo
 

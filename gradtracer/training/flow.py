@@ -25,11 +25,12 @@ _ACTIVATIONS = RECTIFIERS | {
     "logsigmoid", "glu",
 }  # fmt: skip
 _LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"})
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
 _HANDING_ON = frozenset(
     {
         "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "dropout", "dropout_", "dropout1d",
         "dropout2d", "dropout3d", "alpha_dropout", "flatten", "reshape", "view", "contiguous", "to", "float", "clone",
-        "squeeze", "unsqueeze",
+        "squeeze", "unsqueeze", "transpose", "permute", "swapaxes", "mT",
     }
 )  # fmt: skip
 
@@ -47,6 +48,8 @@ class Flow:
     """Layers that receive the output, through its activation, normalisation and reshaping."""
     order: list[str] = field(default_factory=list)
     """Layers in the order in which they ran."""
+    products: list[tuple[str, str]] = field(default_factory=list)
+    """Layers whose outputs were multiplied with each other as matrices, without an activation: queries and keys."""
     callers: dict[str, set[str]] = field(default_factory=dict)
     """By activation function, the innermost modules in whose forward pass it was called."""
 
@@ -94,6 +97,8 @@ class _Reader(TorchFunctionMode):
                 if self._on_activation is not None:
                     with torch._C.DisableTorchFunction():
                         self._on_activation(source[0], name, given, caller)
+        if name in _PRODUCTS:
+            self._note_product(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor):
             return result
@@ -109,6 +114,12 @@ class _Reader(TorchFunctionMode):
         elif source is not None and (name in _ACTIVATIONS or name in _HANDING_ON or "pool" in name):
             self._made[result] = (source[0], source[1] or name in _ACTIVATIONS)
         return result
+
+    def _note_product(self, args: Any, kwargs: dict[str, Any]) -> None:
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)][:2]
+        sources = [self._made.get(t) for t in tensors]
+        if len(sources) == 2 and all(s is not None and not s[1] for s in sources):
+            self._flow.products.append((sources[0][0], sources[1][0]))
 
 
 def by_unit(values: Tensor) -> Tensor:

@@ -77,3 +77,23 @@ class _LeakyRelu:
 def leaky_relu(slope: float) -> Replacement:
     """`leaky_relu` in place of a rectifier."""
     return _LeakyRelu(slope)
+
+
+@dataclass(frozen=True)
+class _Tempered:
+    factor: float
+
+    def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if func.__name__ == "scaled_dot_product_attention":
+            query = args[0] if args else kwargs["query"]
+            own = kwargs.get("scale")
+            scale = query.shape[-1] ** -0.5 if own is None else own
+            return func(*args, **{**kwargs, "scale": scale * self.factor})
+        if args:
+            return func(args[0] * self.factor, *args[1:], **kwargs)
+        return func(**{**kwargs, "input": kwargs["input"] * self.factor})
+
+
+def tempered(factor: float) -> Replacement:
+    """A softmax, or an attention, whose logits are multiplied by a factor."""
+    return _Tempered(factor)

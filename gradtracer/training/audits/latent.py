@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,24 +67,23 @@ class LatentAudit(Audit):
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """Record what each sampled latent carries."""
-        for addition, mean_start, noise, sigma in _sampled(graph):
-            layers = sorted(set(facing(graph, [mean_start]).values()))
+        for drawn in _sampled(graph):
+            layers = sorted(set(facing(graph, [drawn.mean]).values()))
             if not layers:
                 continue
             self._mean_layers.update(layers)
-            mean = self._mean(graph, addition, mean_start, noise, sigma, layers)
+            mean = self._mean(graph, drawn, layers)
             if mean is None:
                 continue
-            information, divergence = latent_numbers(mean, sigma)
+            information, divergence = latent_numbers(mean, drawn.sigma)
             context.record(layers[0], "latent_information", information)
             context.record(layers[0], "latent_kl", divergence)
         self._outputs.clear()
         return ()
 
-    def _mean(
-        self, graph: LossGraph, addition: Any, start: Any, noise: Tensor, sigma: Tensor, layers: Sequence[str]
-    ) -> Tensor | None:
+    def _mean(self, graph: LossGraph, drawn: Reparameterisation, layers: Sequence[str]) -> Tensor | None:
         """The means: from the sum, which the next layer keeps, or from the output of their own layer."""
+        addition, start, noise, sigma = drawn.addition, drawn.mean, drawn.noise, drawn.sigma
         for node in graph.nodes:
             kept = _TAKES_WHOLE.get(node.name())
             if kept is None or not any(below_reshaping(child) is addition for child in children(node)):
@@ -126,34 +126,48 @@ def _rows(values: Tensor) -> Tensor:
     return rows[:: max(1, math.ceil(rows.shape[0] / _MAX_ROWS))].float()
 
 
-def _sampled(graph: LossGraph) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
-    """Additions ``mu + sigma * noise``: the node, the node of mu, noise, sigma."""
-    for node in graph.nodes:
-        if node.name() != "AddBackward0":
+@dataclass(frozen=True)
+class Reparameterisation:
+    """An addition ``z = mu + sigma * noise`` in a graph."""
+
+    addition: Any
+    mean: Any
+    """The node that made mu."""
+    scale: Any
+    """The node that made sigma."""
+    noise: Tensor
+    sigma: Tensor
+
+
+def reparameterisation(node: Any) -> Reparameterisation | None:
+    """What an addition takes part in; None where it is another one, or no addition."""
+    sides = list(children(node)) if node.name() == "AddBackward0" else []
+    if len(sides) != 2:
+        return None
+    for side, other in (sides, sides[::-1]):
+        product = below_reshaping(side)
+        if product.name() != "MulBackward0" or len(list(children(product))) != 1:
             continue
-        sides = list(children(node))
-        if len(sides) != 2:
-            continue
-        for side, other in (sides, sides[::-1]):
-            product = below_reshaping(side)
-            if product.name() != "MulBackward0" or len(list(children(product))) != 1:
-                continue
-            noise = saved(product, "other")
-            if noise is None:
-                noise = saved(product, "self")
-            # A floor under the scale (an addition of a constant, a clamp) is passed over.
-            scale = below_reshaping(next(children(product)), _FLOORS)
-            sigma = _sigma(scale)
-            if (
-                noise is not None
-                and sigma is not None
-                and noise.dim() >= 2
-                and noise.shape == sigma.shape
-                and noise.shape[0] > 1
-                and facing(graph, [scale])
-            ):
-                yield node, other, noise.detach(), sigma
-                break
+        noise = saved(product, "other")
+        if noise is None:
+            noise = saved(product, "self")
+        # A floor under the scale (an addition of a constant, a clamp) is passed over.
+        scale = below_reshaping(next(children(product)), _FLOORS)
+        sigma = _sigma(scale)
+        if (
+            noise is not None
+            and sigma is not None
+            and noise.dim() >= 2
+            and noise.shape == sigma.shape
+            and noise.shape[0] > 1
+        ):
+            return Reparameterisation(node, other, scale, noise.detach(), sigma)
+    return None
+
+
+def _sampled(graph: LossGraph) -> Iterator[Reparameterisation]:
+    found = (reparameterisation(node) for node in graph.nodes)
+    return (one for one in found if one is not None and facing(graph, [one.scale]))
 
 
 def _sigma(node: Any) -> Tensor | None:
