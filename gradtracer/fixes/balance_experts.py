@@ -83,6 +83,7 @@ class RouterBalance:
         """Running norm of the gradient at the logits."""
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """Add to the gradient that will come to the logits."""
         if not hasattr(output, "requires_grad") or not output.requires_grad or output.dim() < 2 or output.shape[-1] < 2:
             return
         logits = output.detach()

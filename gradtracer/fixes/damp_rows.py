@@ -67,7 +67,9 @@ class DampRows(Fix[DampRowsParameters]):
 
     def preview(self, run: LiveRun, parameters: DampRowsParameters) -> list[Change]:
         """The tables, and which of their rows."""
-        which = f"rows {parameters.rows[:60]}" if parameters.rows else f"rows with a signal below {parameters.threshold}"
+        which = (
+            f"rows {parameters.rows[:60]}" if parameters.rows else f"rows with a signal below {parameters.threshold}"
+        )
         for name, module in choose_tables(run, parameters.layers).items():
             beyond = [r for r in _rows(parameters) if r >= module.num_embeddings]
             if beyond:

@@ -165,7 +165,9 @@ def _table(run: LiveRun, name: str) -> tuple[Any, list[Any]]:
         module = known.get(owner) if owner else run.model
         tensor = getattr(module, own, None)
     if module is None or tensor is None or getattr(tensor, "dim", lambda: 0)() != 2:
-        raise BadParameter(f"{name[:80]!r} is no embedding and no parameter or buffer of two axes that could be a codebook")
+        raise BadParameter(
+            f"{name[:80]!r} is no embedding and no parameter or buffer of two axes that could be a codebook"
+        )
     beside = [
         b
         for b in module.buffers(recurse=False)

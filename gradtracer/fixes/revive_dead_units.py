@@ -111,7 +111,9 @@ class ReviveDeadUnits(Fix[ReviveDeadUnitsParameters]):
                     num_revived += len(dead)
         if not num_revived:
             undo()
-            raise BadParameter(f"no unit of {', '.join(order)[:200]} is dead on {run.num_held_batches} captured batches")
+            raise BadParameter(
+                f"no unit of {', '.join(order)[:200]} is dead on {run.num_held_batches} captured batches"
+            )
         return undo
 
 
@@ -124,7 +126,7 @@ def _revive(
     varies = deviation > 1e-6 * (1.0 + mean.abs())
     shifted = varies if incoming == "shift" and module.bias is not None else torch.zeros_like(varies)
     kept, drawn = dead[shifted], dead[~shifted]
-    if len(kept):
+    if len(kept) and module.bias is not None:
         scale = deviation[shifted].clamp_min(1.0).to(module.weight.dtype)
         bias = module.bias[kept] - mean[shifted].to(module.bias.dtype)
         module.bias[kept] = bias / scale

@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import Field
 
-from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import ROOT, all_modules, choose, forget_moments, keep
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
@@ -21,13 +20,16 @@ class ScaleAttentionLogitsParameters(FixParameters):
     """Parameters of `scale_attention_logits`."""
 
     layers: str = Field(
-        min_length=1, max_length=2000, description="Modules in whose forward pass the attention is computed, with commas."
+        min_length=1,
+        max_length=2000,
+        description="Modules in whose forward pass the attention is computed, with commas.",
     )
     factor: float = Field(
         gt=0, le=1, description="What logits are multiplied by: 1 / sqrt(d) where that is missing, d the head's width."
     )
     unit_queries: bool = Field(
-        default=True, description="Also scale down the layers of queries and keys whose outputs have a deviation above 1."
+        default=True,
+        description="Also scale down the layers of queries and keys whose outputs have a deviation above 1.",
     )
 
 

@@ -69,7 +69,9 @@ class WeighClasses(Fix[WeighClassesParameters]):
         """The layer."""
         if parameters.layer is not None:
             choose_one(run, parameters.layer)
-        return [Change(target=f"{parameters.layer or 'last layer'}: weights of classes", old=1.0, new="1 / (C * share)")]
+        return [
+            Change(target=f"{parameters.layer or 'last layer'}: weights of classes", old=1.0, new="1 / (C * share)")
+        ]
 
     def apply(self, run: LiveRun, parameters: WeighClassesParameters) -> Undo:
         """Weigh from the next backward pass on."""
@@ -118,6 +120,7 @@ class ClassWeigher:
         """Whether there is one logit."""
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """Weigh the gradient that will come to the logits."""
         if hasattr(output, "requires_grad") and output.requires_grad:
             output.register_hook(self.weigh)
 

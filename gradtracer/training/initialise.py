@@ -53,9 +53,7 @@ def initialise(module: nn.Module, activation: str, scheme: str, generator: torch
             parameter.copy_(value)
 
 
-def _matrix(
-    shape: torch.Size, activation: str, scheme: str, transposed: bool, generator: torch.Generator
-) -> Tensor:
+def _matrix(shape: torch.Size, activation: str, scheme: str, transposed: bool, generator: torch.Generator) -> Tensor:
     kernel = math.prod(shape[2:])
     fan_out, fan_in = shape[0] * kernel, shape[1] * kernel
     if transposed:
