@@ -61,6 +61,12 @@ def fix(code: str, effect: str, *, rollback_first: bool = False, **parameters: P
     )
 
 
+def joined(layers: Iterable[str]) -> str | None:
+    """Layers as a fix takes them; None, which stands for all, where they are too many for a parameter."""
+    names = ", ".join(layers)
+    return names if 0 < len(names) <= 2000 else None
+
+
 @dataclass(frozen=True)
 class RateJump:
     """The learning rate rose at once."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, rounded, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, joined, last_rate, rounded, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
-from gradtracer.records import Evidence, Measure, NonFiniteOrigin
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion, Measure, NonFiniteOrigin
 from gradtracer.series import Series
 
 
@@ -34,7 +36,7 @@ class AttentionEntropyCollapse(Cause):
         collapse along with a worse loss also follows a rate that is too high: ln 150 = 5.
 
     Fixes:
-        set_learning_rate where the collapse came later; a wrong factor must be mended in the source.
+        scale_attention_logits where it was saturated at the start, set_learning_rate where the collapse came later.
 
     References:
         Vaswani et al. 2017, section 3.2.1. Zhai et al. 2023, arXiv:2303.06296.
@@ -67,7 +69,7 @@ class AttentionEntropyCollapse(Cause):
             found.append(evidence(later[0].message, 5.0, events=[later[0]]))
         found += self._now(series, layer)
         origin = series.last_observation(NonFiniteOrigin)
-        fixes = ()
+        fixes = _scaled(at_start) if at_start else ()
         rate = last_rate(series)
         if not at_start and rate > 0:
             fixes = (
@@ -103,3 +105,14 @@ class AttentionEntropyCollapse(Cause):
         if entropies[-1] < 0.3:
             return [evidence("It is saturated still.", 0.5, measures=[measure])]
         return [evidence("It has become wide again.", -2.0, measures=[measure])]
+
+
+def _scaled(at_start: Sequence[AuditFinding]) -> tuple[FixSuggestion, ...]:
+    """The factor that makes the first layer's 1/sqrt(d), else the one that gives its logits unit deviation."""
+    measures = {m.name: m.value for m in at_start[0].measures}
+    excess = measures.get("factor_times_sqrt_d") or measures.get("attention_logit_std")
+    layers = joined(dict.fromkeys(f.layer for f in at_start if f.layer))
+    if not excess or excess <= 1 or layers is None:
+        return ()
+    effect = "The softmax weighs several keys, and queries and keys learn."
+    return (fix("scale_attention_logits", effect, layers=layers, factor=float(f"{1 / excess:.4g}")),)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from gradtracer.causes._audited import SeenAsFact
+from gradtracer.causes._reading import fix, joined, layer_info
 from gradtracer.causes.base import CAUSES
+from gradtracer.records import AuditFinding, FixSuggestion
+from gradtracer.series import Series
 
 
 @CAUSES.register
@@ -27,7 +30,8 @@ class BadInitialisation(SeenAsFact):
         them.
 
     Fixes:
-        None that is live yet: initialise anew by He (rectifiers) or Glorot (tanh).
+        layer_scale_init, from the first weights where there is a snapshot of them; reinitialize_layer, which also mends
+        recurrent layers.
 
     References:
         Glorot & Bengio 2010, AISTATS. He, Zhang, Ren, Sun 2015, arXiv:1502.01852. Mishkin & Matas 2016,
@@ -45,3 +49,13 @@ class BadInitialisation(SeenAsFact):
         "nn.init.xavier_normal_ (tanh, sigmoid, attention); recurrent matrices nn.init.orthogonal_."
     )
     source_is_the_layers = True
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Give the layers another scale, or other weights."""
+        layers = list(dict.fromkeys(f.layer for f in series.audit(*self.findings) if f.layer))
+        anew = fix("reinitialize_layer", "The layers begin with weights of a usual scale.", layers=joined(layers))
+        types = [info.type for layer in layers if (info := layer_info(series, layer))]
+        if any(word in t for t in types for word in ("RNN", "LSTM", "GRU")):
+            return (anew,)
+        rescaled = fix("layer_scale_init", "Every layer puts out unit variance.", rollback_first=True)
+        return (rescaled, anew)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, in_forward_order, source_of
+from gradtracer.causes._reading import event_ids, evidence, fix, in_forward_order, joined, source_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Severity
 from gradtracer.series import Series
@@ -27,7 +27,7 @@ class BatchnormTrainEvalGap(Cause):
         The rule compares what training and evaluation compute, after the statistics have had time: 6 = ln 400.
 
     Fixes:
-        In the source, or live by hand: momentum 0.1; recalibrate by a pass in training mode.
+        recalibrate_batchnorm, with torch's momentum of 0.1 where the present one is odd.
 
     References:
         Ioffe, Szegedy 2015, arXiv:1502.03167. Wu, Johnson 2021, arXiv:2105.07576.
@@ -70,4 +70,12 @@ class BatchnormTrainEvalGap(Cause):
             source=source_of(series, root),
             advice=f"Build {root} with momentum=0.1 (in torch the share of the new batch: 1 minus the momentum of "
             "other frameworks), then recalibrate: some hundred batches in training mode without updates.",
+            fixes=(
+                fix(
+                    "recalibrate_batchnorm",
+                    "Evaluation normalises by what the batches have.",
+                    layers=joined(layers),
+                    momentum=0.1 if odd else None,
+                ),
+            ),
         )

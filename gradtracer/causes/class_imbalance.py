@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.series import Series
 
@@ -25,7 +25,7 @@ class ClassImbalance(Cause):
         5 = ln 150: some such models are read as probabilities, and then nothing is wrong.
 
     Fixes:
-        In the source.
+        weigh_classes; in the source the weights of the loss.
 
     References:
         He, Garcia 2009, IEEE TKDE 21. King, Zeng 2001, Political Analysis 9.
@@ -48,4 +48,5 @@ class ClassImbalance(Cause):
             source=loss_source(series),
             advice="Weigh the classes (pos_weight = negatives / positives, or weight=), sample them evenly, or put the "
             "decision threshold at the prior. If only the ranking or the probability is used, nothing needs to change.",
+            fixes=(fix("weigh_classes", "Rare classes have the say of the frequent one, and are found."),),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence
 from gradtracer.series import Series
@@ -28,7 +28,7 @@ class CodebookCollapse(Cause):
         Those of the detector, which sees nothing but this: ln 600 = 6.4.
 
     Fixes:
-        None that is live yet: the codebook's start or update is in the source.
+        revive_codes.
 
     References:
         van den Oord, Vinyals, Kavukcuoglu 2017, arXiv:1711.00937. Dhariwal et al. 2020, arXiv:2005.00341.
@@ -65,4 +65,7 @@ class CodebookCollapse(Cause):
             advice=f"Initialise {first.layer} from encoder outputs of a first batch (k-means, or the vectors "
             "themselves) or uniformly in (-1/K, 1/K); during training replace codes that were not used for some "
             "hundred steps by vectors of the batch; normalise both, or update codes by moving averages.",
+            fixes=(fix("revive_codes", "Unused codes move to where vectors are.", codebook=first.layer),)
+            if first.layer
+            else (),
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from gradtracer.causes._audited import SeenAsFact
+from gradtracer.causes._reading import fix
 from gradtracer.causes.base import CAUSES
+from gradtracer.records import AuditFinding, FixSuggestion
+from gradtracer.series import Series
 
 
 @CAUSES.register
@@ -24,7 +27,7 @@ class DdpDesync(SeenAsFact):
         ln 3000 = 8: copies that are meant to differ do so from their first update on.
 
     Fixes:
-        None that is live: average the gradients, broadcast the weights of one replica.
+        broadcast_parameters: the weights of one replica for all, and gradients averaged from then on.
 
     References:
         Li et al. 2020, arXiv:2006.15704. PyTorch documentation, "Distributed Data Parallel".
@@ -41,3 +44,8 @@ class DdpDesync(SeenAsFact):
         "in backward: call the wrapped module, not .module, and don't leave no_sync on), and broadcast the "
         "weights of rank 0."
     )
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Make them equal, and keep them so."""
+        effect = "The replicas have the weights of one, and follow the data of all."
+        return (fix("broadcast_parameters", effect, layer=root.layer),) if root.layer else ()

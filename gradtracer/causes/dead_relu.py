@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradtracer.causes._reading import (
     event_ids,
     evidence,
     fix,
     in_forward_order,
+    joined,
     last_rate,
     rate_at,
     rate_jump,
@@ -43,7 +46,8 @@ class DeadRelu(Cause):
         that is too high does that, and for that the overshoot speaks: ln 50 = 4.
 
     Fixes:
-        rollback to a snapshot from before, and set_learning_rate to what it was before the injury.
+        revive_dead_units; reinitialize_layer; set_learning_rate to what it was before the injury, from a snapshot of
+        before; leaky_slope.
 
     References:
         Maas, Hannun, Ng 2013, ICML workshop. Lu, Shin, Su, Karniadakis 2019, arXiv:1903.06733.
@@ -88,7 +92,7 @@ class DeadRelu(Cause):
             source=source_of(series, root),
             advice="Give the rectifier a slope below zero (LeakyReLU, GELU), keep the initial bias at or above zero, "
             "and warm the learning rate up.",
-            fixes=self._fixes(series, onset, jump.before if jump else None),
+            fixes=self._fixes(series, ordered, onset, jump.before if jump else None),
         )
 
     def _injury(self, series: Series, began: int) -> list[Evidence]:
@@ -103,14 +107,23 @@ class DeadRelu(Cause):
         statement = f"Updates overshot from step {overshoots[0].step} on, at a rate that is still in force."
         return [evidence(statement, -3.0, events=overshoots)]
 
-    def _fixes(self, series: Series, onset: int, rate_before: float | None) -> tuple[FixSuggestion, ...]:
-        fixes: list[FixSuggestion] = []
-        if onset > 0:
-            fixes.append(fix("rollback", f"The units are as alive as they were before step {onset}."))
+    def _fixes(
+        self, series: Series, layers: Sequence[str], onset: int, rate_before: float | None
+    ) -> tuple[FixSuggestion, ...]:
+        dead = joined(layers)
+        fixes = [
+            fix(
+                "revive_dead_units",
+                "Dead units pass half of the inputs again, with the weights they have.",
+                layers=dead,
+            ),
+            fix("reinitialize_layer", "Dead layers begin anew.", layers=dead),
+        ]
         rate = last_rate(series)
-        if rate > 0:
-            target = rate_before if rate_before is not None and rate_before < rate else rate / 10
-            fixes.append(
-                fix("set_learning_rate", "Keeps the units that are left from dying.", learning_rate=rounded(target))
-            )
+        if onset > 0 and rate > 0:
+            target = rate_before if rate_before is not None and rate_before < rate else rate
+            effect = f"The units are as alive as they were before step {onset}, and the rate keeps them so."
+            fixes.append(fix("set_learning_rate", effect, rollback_first=True, learning_rate=rounded(target)))
+        if onset > 0:
+            fixes.append(fix("reinitialize_layer", "All layers begin anew."))
         return tuple(fixes)

@@ -40,7 +40,7 @@ class EmbeddingCollapse(Cause):
         reported by themselves: ln 400 = 6.
 
     Fixes:
-        rollback and set_learning_rate; the loss must change in the source if it comes back.
+        set_learning_rate, from before the collapse; the loss must change in the source if it comes back.
 
     References:
         Hermans, Beyer, Leibe 2017, arXiv:1703.07737. Chen & He 2021, arXiv:2011.10566.
@@ -72,11 +72,16 @@ class EmbeddingCollapse(Cause):
         if bad := [e for e in warnings_of(series, "non_finite") if e.step <= began]:
             found.append(evidence(bad[0].message, -2.0, events=bad))
         rate = last_rate(series)
-        fixes = [fix("rollback", f"The rows are as far apart as before step {began}.")] if began > 0 else []
-        if rate > 0:
-            fixes.append(
-                fix("set_learning_rate", "Smaller steps do not jump into the point.", learning_rate=rounded(rate / 10))
+        fixes = [
+            fix(
+                "set_learning_rate",
+                f"Smaller steps, from rows as far apart as before step {began}, do not jump into the point.",
+                rollback_first=True,
+                learning_rate=rounded(rate / factor),
             )
+            for factor in (10, 30)
+            if rate > 0
+        ]
         return Case(
             evidence=found,
             layer=first.layer,

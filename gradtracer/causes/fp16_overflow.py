@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradtracer.causes._audited import SeenAsFact
-from gradtracer.causes._reading import evidence
+from gradtracer.causes._reading import evidence, fix, weights_are_damaged
 from gradtracer.causes.base import CAUSES
-from gradtracer.records import AuditFinding, Evidence
+from gradtracer.records import AuditFinding, Evidence, FixSuggestion
 from gradtracer.series import Series
 
 
@@ -31,7 +31,7 @@ class Fp16Overflow(SeenAsFact):
         = 3, or with the overflow ln 150 = 5.
 
     Fixes:
-        None that is live yet: run the layer in float32, scale its inputs, use bfloat16.
+        keep_in_fp32 of the module around the operation, from before the overflow where weights are no longer finite.
 
     References:
         Micikevicius et al. 2018, arXiv:1710.03740, section 3. Noune et al. 2022, arXiv:2206.02915.
@@ -56,3 +56,12 @@ class Fp16Overflow(SeenAsFact):
             return [evidence("No overflow of an activation was seen; any NaN makes the scale fall.", -5.0)]
         collapsed = [f for f in found if f.code == "loss_scale_collapsed"]
         return [evidence(collapsed[0].detail, 5.0, measures=collapsed[0].measures)] if collapsed else ()
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Leave half precision where it does not do."""
+        if root.code != "half_precision_overflow" or root.layer is None:
+            return ()
+        around = root.layer.rpartition(".")[0] or root.layer
+        effect = f"What {around} computes stays within the range of float32."
+        damaged = weights_are_damaged(series, root.step)
+        return (fix("keep_in_fp32", effect, rollback_first=damaged, layer=around),)

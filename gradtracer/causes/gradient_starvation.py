@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, joined, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence
 from gradtracer.series import Series
@@ -26,7 +26,7 @@ class GradientStarvation(Cause):
         Those of the detector: ln 250 = 5.5.
 
     Fixes:
-        None that is live yet: weights, sampling or the optimizer are in the source.
+        equalize_row_updates; weights and sampling are in the source.
 
     References:
         Pezeshki et al. 2021, arXiv:2011.09468. Duchi, Hazan, Singer 2011 (Adagrad).
@@ -54,4 +54,11 @@ class GradientStarvation(Cause):
             source=source_of(series, first.layer),
             advice="Weight the loss by inverse frequency, draw rare items more often, or use an optimizer with a rate "
             f"by row (Adagrad, Adam) for {first.layer}; check that no mask removes rare items from the loss.",
+            fixes=(
+                fix(
+                    "equalize_row_updates",
+                    "Rare rows of a batch move as far as the usual one.",
+                    layers=joined(dict.fromkeys(e.layer for e in events if e.layer)),
+                ),
+            ),
         )

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, rate_jump, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, rate_jump, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Measure
 from gradtracer.series import Series
@@ -38,7 +38,8 @@ class InputScale(Cause):
         nothing: without damage the cause is not considered.
 
     Fixes:
-        In the source; set_learning_rate does not mend it, since columns of small scale then learn nothing.
+        standardize_inputs, from the weights of the start, or with layers drawn anew. For targets only the source: a
+        lower rate alone leaves columns of small scale without learning.
 
     References:
         LeCun, Bottou, Orr, Mueller 1998, Efficient BackProp, section 4.3 and 4.7.
@@ -95,6 +96,12 @@ class InputScale(Cause):
             source=source_of(series, layer),
             advice=f"Standardise the {what}s: subtract the mean and divide by the standard deviation of the training "
             "data, column by column, and clip what lies many deviations out.",
+            fixes=(
+                fix("standardize_inputs", "The first updates are of a usual size.", rollback_first=True),
+                fix("standardize_inputs", "The first updates are of a usual size.", reinitialize=True),
+            )
+            if what == "input"
+            else (),
         )
 
     def _level(self, series: Series, layer: str, signal: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, loss_source, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, loss_source, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Measure
 from gradtracer.series import Series
@@ -31,7 +31,7 @@ class PosteriorCollapse(Cause):
         Those of the detector; nothing else moves both mu and sigma onto the prior and keeps them there: ln 600 = 6.4.
 
     Fixes:
-        None that is live yet: the weight of the divergence is in the source.
+        free_latent_bits; the weight of the divergence is in the source.
 
     References:
         Bowman et al. 2016, arXiv:1511.06349. Lucas, Tucker, Grosse, Norouzi 2019, arXiv:1911.02469.
@@ -72,4 +72,5 @@ class PosteriorCollapse(Cause):
             advice="Reduce both terms alike: sum the reconstruction over pixels or tokens and the divergence over "
             "latents, then average over examples. Else raise the weight of the divergence from 0 over the first "
             "thousands of steps, leave each latent some free bits, or weaken the decoder.",
+            fixes=(fix("free_latent_bits", "Each latent carries about a nat before the divergence counts."),),
         )

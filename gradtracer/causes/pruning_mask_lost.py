@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from gradtracer.causes._audited import SeenAsFact
+from gradtracer.causes._reading import fix, joined, rounded
 from gradtracer.causes.base import CAUSES
+from gradtracer.records import AuditFinding, FixSuggestion
+from gradtracer.series import Series
 
 
 @CAUSES.register
@@ -24,7 +27,7 @@ class PruningMaskLost(SeenAsFact):
         ln 3000 = 8: weights are exactly 0 in numbers only by intent; letting them grow back is a rare scheme.
 
     Fixes:
-        None that is live: apply the mask after every update.
+        reapply_pruning_mask.
 
     References:
         Zhu & Gupta 2017, arXiv:1710.01878. PyTorch documentation, "Pruning tutorial".
@@ -41,3 +44,12 @@ class PruningMaskLost(SeenAsFact):
         "torch.nn.utils.prune, which keeps the mask."
     )
     source_is_the_layers = True
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Hold the zeros."""
+        layers = joined(dict.fromkeys(f.layer for f in series.audit(*self.findings) if f.layer))
+        share = next((m.baseline for m in root.measures if m.name == "zero_share"), None)
+        if layers is None or share is None or not 0 < share < 1:
+            return ()
+        effect = f"{share:.0%} of the weights are zero again, and stay so."
+        return (fix("reapply_pruning_mask", effect, layers=layers, share=rounded(share)),)

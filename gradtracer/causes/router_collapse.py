@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence
 from gradtracer.series import Series
@@ -28,7 +28,7 @@ class RouterCollapse(Cause):
         6.4.
 
     Fixes:
-        None that is live yet: the balance must come into the loss.
+        balance_experts.
 
     References:
         Shazeer et al. 2017, arXiv:1701.06538. Fedus, Zoph, Shazeer 2022, arXiv:2101.03961.
@@ -61,4 +61,7 @@ class RouterCollapse(Cause):
             advice="Add a balance term to the loss (E times the sum over experts of share of rows times mean router "
             f"probability, weight about 0.01), begin {first.layer} with small weights, and add noise to its outputs "
             "while training.",
+            fixes=(fix("balance_experts", "Experts that were left out are chosen, and learn.", layer=first.layer),)
+            if first.layer
+            else (),
         )

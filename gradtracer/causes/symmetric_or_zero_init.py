@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from gradtracer.causes._audited import SeenAsFact
+from gradtracer.causes._reading import fix, joined
 from gradtracer.causes.base import CAUSES
+from gradtracer.records import AuditFinding, FixSuggestion
+from gradtracer.series import Series
 
 
 @CAUSES.register
@@ -24,7 +27,7 @@ class SymmetricOrZeroInit(SeenAsFact):
         ln 8000 = 9: the fact is read from the training and not inferred; what is left is a loop that wants it so.
 
     Fixes:
-        None that is live yet: initialise anew with random numbers.
+        reinitialize_layer.
 
     References:
         Goodfellow, Bengio, Courville 2016, Deep Learning, section 8.4.
@@ -41,3 +44,8 @@ class SymmetricOrZeroInit(SeenAsFact):
         " last layer of a residual branch only."
     )
     source_is_the_layers = True
+
+    def fixes(self, series: Series, root: AuditFinding) -> tuple[FixSuggestion, ...]:
+        """Draw different numbers for different units."""
+        layers = joined(dict.fromkeys(f.layer for f in series.audit(*self.findings) if f.layer))
+        return (fix("reinitialize_layer", "Units begin apart, so that they can learn apart.", layers=layers),)

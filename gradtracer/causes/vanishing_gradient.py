@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtracer.causes._reading import event_ids, evidence, in_forward_order, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, in_forward_order, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence, Measure
 from gradtracer.series import Series
@@ -39,7 +39,7 @@ class VanishingGradientCause(Cause):
         make a similar profile and explain it better.
 
     Fixes:
-        None that is live: the architecture or the initialisation must change.
+        layer_scale_init with centred units: with orthonormal weights, or keeping the weights' directions.
 
     References:
         Hochreiter 1991, chapter 4. Glorot & Bengio 2010. He, Zhang, Ren, Sun 2016, arXiv:1512.03385 (residual paths).
@@ -89,6 +89,15 @@ class VanishingGradientCause(Cause):
             source=source_of(series, root),
             advice="Use ReLU or GELU in place of sigmoid or tanh, and put a normalisation or a residual connection "
             "around each block; initialise by He (rectifiers) or Glorot with the gain of the activation (tanh: 5/3).",
+            fixes=tuple(
+                fix(
+                    "layer_scale_init",
+                    "Activations lie where they have a slope, and no layer shrinks the gradient.",
+                    centre=True,
+                    orthonormal=orthonormal,
+                )
+                for orthonormal in (True, False)
+            ),
         )
 
     def _saturation(self, series: Series) -> list[Evidence]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtracer.causes._reading import event_ids, evidence, fix, last_rate, rounded, source_of, warnings_of
+from gradtracer.causes._reading import event_ids, evidence, fix, joined, last_rate, rounded, source_of, warnings_of
 from gradtracer.causes.base import CAUSES, Case, Cause
 from gradtracer.records import Evidence
 from gradtracer.series import Series
@@ -28,7 +28,7 @@ class ZombieEmbeddings(Cause):
         Those of the detector: ln 400 = 6. Where the whole model overshoots, the rate is too high for all of it.
 
     Fixes:
-        set_learning_rate.
+        damp_rows; set_learning_rate.
 
     References:
         Cohen et al. 2021, arXiv:2103.00065.
@@ -50,7 +50,8 @@ class ZombieEmbeddings(Cause):
         others = [e for e in warnings_of(series, "update_ratio_too_high", "divergence") if e.layer not in tables]
         if others:
             found.append(evidence(others[0].message, -3.0, events=others))
-        rate = last_rate(series)
+        rate, effect = last_rate(series), "Rows no longer jump over their optimum."
+        lower = [fix("set_learning_rate", effect, learning_rate=rounded(rate / 10))] if rate > 0 else []
         return Case(
             evidence=found,
             layer=first.layer,
@@ -62,8 +63,12 @@ class ZombieEmbeddings(Cause):
             advice=f"Give {first.layer} a parameter group of its own with a tenth of the rate, or an optimizer with a "
             "rate by row (Adagrad); check that no id stands for two things (hash collisions, shared unknown rows).",
             fixes=(
-                fix("set_learning_rate", "Rows no longer jump over their optimum.", learning_rate=rounded(rate / 10)),
-            )
-            if rate > 0
-            else (),
+                fix(
+                    "damp_rows",
+                    "Noisy rows settle, the others keep their rate.",
+                    layers=joined(dict.fromkeys(e.layer for e in events if e.layer)),
+                    factor=0.1,
+                ),
+                *lower,
+            ),
         )

@@ -33,10 +33,10 @@ class BalanceExperts(Fix[BalanceExpertsParameters]):
         Only chosen experts learn, and only those that learn are chosen; without a term for balance nothing stops that.
 
     Definition:
-        For E experts, f_e the share of rows whose largest logit is that of e, P_e the mean probability of e: ``A = E
-        sum_e f_e P_e``, 1 at balance and E at collapse. At the logits: ``g <- g + weight (A - 1) / (E - 1) ||g|| / ||a||
-        a`` with a the gradient of A; where g is 0, its running norm stands for it. Being relative to g, it needs no
-        account of loss scales.
+        For E experts, f_e the share of rows whose largest logit is that of e, P_e the mean probability of e:
+        ``A = E sum_e f_e P_e``, 1 at balance and E at collapse. At the logits:
+        ``g <- g + weight (A - 1) / (E - 1) ||g|| / ||a|| a`` with a the gradient of A; where g is 0, its running norm
+        stands for it. Being relative to g, it needs no account of loss scales.
 
     Safety:
         Guarded: it trains another objective, and a router that is rightly uneven is made even.
@@ -83,6 +83,7 @@ class RouterBalance:
         """Running norm of the gradient at the logits."""
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """Add to the gradient that will come to the logits."""
         if not hasattr(output, "requires_grad") or not output.requires_grad or output.dim() < 2 or output.shape[-1] < 2:
             return
         logits = output.detach()

@@ -89,6 +89,7 @@ class LatentFinder:
         self.nats = nats
 
     def __call__(self, module: Any, inputs: Any) -> None:
+        """Look at what the layer receives."""
         node = getattr(inputs[0], "grad_fn", None) if inputs else None
         if node is None:
             return

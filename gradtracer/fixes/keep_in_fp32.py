@@ -25,6 +25,7 @@ class EnterFp32:
         self.open: list[Any] = []
 
     def __call__(self, module: Any, inputs: Any, keywords: Any) -> Any:
+        """Cast, and leave autocast."""
         import torch
 
         tensors = [t for t in (*inputs, *keywords.values(), *module.parameters()) if isinstance(t, torch.Tensor)]
@@ -42,6 +43,7 @@ class LeaveFp32:
         self.entered = entered
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """Go back."""
         if self.entered.open:
             self.entered.open.pop().__exit__(None, None, None)
 

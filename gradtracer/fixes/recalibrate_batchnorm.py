@@ -55,6 +55,7 @@ class RecalibrateBatchnorm(Fix[RecalibrateBatchnormParameters]):
     code = "recalibrate_batchnorm"
     title = "Recalibrate batch normalisation"
     safety = Safety.GUARDED
+    shows_in_loss = False
     num_batches = _NUM_BATCHES
     mends = ("batchnorm_train_eval_gap",)
     Parameters = RecalibrateBatchnormParameters

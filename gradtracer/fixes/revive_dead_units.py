@@ -126,7 +126,7 @@ def _revive(
     varies = deviation > 1e-6 * (1.0 + mean.abs())
     shifted = varies if incoming == "shift" and module.bias is not None else torch.zeros_like(varies)
     kept, drawn = dead[shifted], dead[~shifted]
-    if len(kept):
+    if len(kept) and module.bias is not None:
         scale = deviation[shifted].clamp_min(1.0).to(module.weight.dtype)
         bias = module.bias[kept] - mean[shifted].to(module.bias.dtype)
         module.bias[kept] = bias / scale

@@ -20,7 +20,7 @@ class StandardizeInputsParameters(FixParameters):
     layer: str | None = Field(
         default=None, max_length=500, description="The layer whose input is standardised; by default the model's."
     )
-    clip: float = Field(default=5.0, gt=0, le=1000, description="Values are kept within this many deviations.")
+    clip: float = Field(default=3.0, gt=0, le=1000, description="Values are kept within this many deviations.")
     reinitialize: bool = Field(
         default=False, description="Draw the trained layers anew: weights made on raw inputs seldom suit others."
     )
@@ -41,6 +41,7 @@ class Standardize:
         self.mean, self.deviation, self.clip, self.axis = mean, deviation, clip, axis
 
     def __call__(self, module: Any, inputs: Any) -> Any:
+        """The inputs, the first one standardised; None where it holds no floating-point numbers."""
         if not inputs or not hasattr(inputs[0], "is_floating_point") or not inputs[0].is_floating_point():
             return None
         given = inputs[0]

@@ -120,6 +120,7 @@ class ClassWeigher:
         """Whether there is one logit."""
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """Weigh the gradient that will come to the logits."""
         if hasattr(output, "requires_grad") and output.requires_grad:
             output.register_hook(self.weigh)
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from gradtracer.training.schedule import Schedule
 
 log = logging.getLogger("gradtracer")
 
-A = TypeVar("A", bound=Audit)
 
 _ATTENTIVE_STEPS = 500
 """Steps at each of which audits look that ask for every step; later they look at sampled steps only, so that a long
@@ -194,9 +193,9 @@ class Capture:
         for audit in self._audits:
             audit.on_intervention()
 
-    def audit(self, kind: type[A]) -> A | None:
-        """The audit of a kind, unless it broke."""
-        return next((audit for audit in self._audits if isinstance(audit, kind)), None)
+    def audit(self, code: str) -> Audit | None:
+        """The audit of a code; None where it broke."""
+        return next((audit for audit in self._audits if audit.code == code), None)
 
     def close(self) -> None:
         """Hand over what is left: the open step if anything happened in it, and what a GPU still holds."""

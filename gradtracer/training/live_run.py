@@ -12,7 +12,6 @@ from gradtracer.errors import BadParameter
 from gradtracer.fixes import SnapshotInfo, Undo
 from gradtracer.records import Severity, TrialResult
 from gradtracer.training import statistics
-from gradtracer.training.audits.pruned_weights import PrunedWeights
 from gradtracer.training.capture import Capture
 from gradtracer.training.hooks import HOOKS
 from gradtracer.training.recorder import Recorder
@@ -221,8 +220,7 @@ class TrainingRun:
 
     def pruned_places(self) -> Mapping[str, torch.Tensor]:
         """See `gradtracer.fixes.LiveRun`."""
-        audit = self._capture.audit(PrunedWeights)
-        return {} if audit is None else audit.places
+        return getattr(self._capture.audit("pruned_weights"), "places", {})
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """See `gradtracer.fixes.LiveRun`."""
