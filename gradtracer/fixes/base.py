@@ -117,6 +117,18 @@ class LiveRun(Protocol):
         """From inside a `before`: let this optimizer step do nothing."""
         ...
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank of a distributed training.
+
+        From inside a `before` only, and in every call of it: all ranks ask together.
+        """
+        ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process holds only a part of the parameters, the rest being on other ranks."""
+        ...
+
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """Saved states, oldest first."""
         ...
@@ -152,6 +164,9 @@ class Fix(ABC, Generic[P]):
     shows_in_loss: ClassVar[bool] = True
     """Whether its effect shows in the training loss within some steps. Where it does not (a mask, a running statistic),
     a trial can show that it does no harm, and no more."""
+    works_sharded: ClassVar[bool] = False
+    """Whether it can be used where parameters are sharded over ranks (`fully_shard`): it reads and writes no parameter
+    and no optimizer state, or only through operations that hold for the whole of them; others are refused there."""
     num_batches: ClassVar[int] = 0
     """How many captured batches `apply` wants for `LiveRun.rehearse`; the run captures them before it is called."""
     mends: ClassVar[tuple[str, ...]]
