@@ -117,7 +117,7 @@ def _print(result: dict[str, Any]) -> None:
     console.print(table)
     for entry in (*result["cases"], *result["healthy"]):
         for which, error in entry.get("errors", {}).items():
-            console.print(f"[red]{entry['id']}[/], {which}: {error}", markup=True)
+            console.print(f"{entry['id']}, {which}: {error.strip().splitlines()[-1]}", style="red", markup=False)
     table = Table("", "", title="Summary", show_header=False)
     for name, value in result["summary"].items():
         table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))

@@ -1,9 +1,9 @@
 """How a repair is scored: a faulty run against its healthy twin, a healthy run against itself without a tracker.
 
-The gap that a repair has to close is that between the faulty and the healthy metric. A run that diverged can have any
-metric, so that closing most of such a gap would mean nothing: where the untrained model does better than the faulty
-run did, the gap begins at the untrained model. The same holds where the faulty metric is not finite; where neither is,
-the gap is as large as the healthy metric itself.
+The gap that a repair has to close is that between the faulty and the healthy metric. Where the faulty run ended with
+numbers that are not finite, it begins at the untrained model, and where that cannot be measured, it is as large as the
+healthy metric itself. A run that diverged can have any metric, so that closing most of such a gap would mean nothing:
+one that ends far below the untrained model counts as if it were not finite.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from benchmarks.repair.runs import Outcome
 TAXONOMY = corpus.HERE / "TAXONOMY.md"
 CLOSED = 0.8
 """Share of the gap that a repaired run has to close."""
+DIVERGED = 10.0
+"""A run has diverged that ends ten times as far below the untrained model as its twin ends above it."""
 NO_GAP = 0.01
 """A fault that costs less than this share of the healthy metric leaves nothing to be recovered."""
 
@@ -73,8 +75,12 @@ def _floor(faulty: Outcome, twin: Outcome) -> float | None:
     """Where the gap begins; at or above the twin's metric where the fault costs nothing."""
     if twin.metric is None or (faulty.metric is not None and faulty.metric >= twin.metric):
         return faulty.metric
-    below = [m for m in (faulty.metric, faulty.untrained) if m is not None and m < twin.metric]
-    return max(below, default=twin.metric - abs(twin.metric))
+    start = faulty.untrained if faulty.untrained is not None and faulty.untrained < twin.metric else None
+    if faulty.metric is None:
+        return twin.metric - abs(twin.metric) if start is None else start
+    if start is None or (faulty.ends_finite and faulty.metric >= start - DIVERGED * (twin.metric - start)):
+        return faulty.metric
+    return max(faulty.metric, start)
 
 
 def healthy_result(run: corpus.Run, untracked: Outcome, tracked: Outcome, seeds: Sequence[Outcome]) -> dict[str, Any]:

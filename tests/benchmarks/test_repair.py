@@ -113,13 +113,17 @@ def test_four_fifths_of_the_gap_have_to_be_closed() -> None:
     assert _scored(faulty, _ended(None), twin) == (None, False)
 
 
-def test_where_the_faulty_run_is_worse_than_no_training_the_gap_begins_there() -> None:
+def test_where_the_faulty_run_diverged_the_gap_begins_at_the_untrained_model() -> None:
     twin = _ended(0.8)
-    for metric in (-1e6, None):
-        faulty = _ended(metric, untrained=0.0)
+    for faulty in (
+        _ended(-1e6, untrained=0.0),
+        _ended(None, untrained=0.0),
+        _ended(-0.2, untrained=0.0, ends_finite=False),
+    ):
         assert _scored(faulty, _ended(0.7), twin) == (pytest.approx(0.875), True)
         assert _scored(faulty, _ended(-100.0), twin)[1] is False
     assert _scored(_ended(None), _ended(0.7), twin) == (pytest.approx(0.875), True)
+    assert _scored(_ended(0.1, untrained=0.7), _ended(0.7), twin) == (pytest.approx(6 / 7), True)
 
 
 def test_a_fault_that_costs_nothing_is_not_counted() -> None:
