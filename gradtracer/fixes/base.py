@@ -121,6 +121,18 @@ class LiveRun(Protocol):
         """By name of layer, where its weight was set to zero when it was pruned: boolean tensors of its shape."""
         ...
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank of a distributed training.
+
+        From inside a `before` only, and in every call of it: all ranks ask together.
+        """
+        ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process holds only a part of the parameters, the rest being on other ranks."""
+        ...
+
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """Saved states, oldest first."""
         ...
@@ -159,6 +171,9 @@ class Fix(ABC, Generic[P]):
     loss_may_rise: ClassVar[bool] = False
     """Whether it mends what the training loss does not count, at the cost of that loss (weights of classes, a mask).
     Then a trial and the watch ask only that the loss stays finite."""
+    works_sharded: ClassVar[bool] = False
+    """Whether it can be used where parameters are sharded over ranks (`fully_shard`): it reads and writes no parameter
+    and no optimizer state, or only through operations that hold for the whole of them; others are refused there."""
     num_batches: ClassVar[int] = 0
     """How many captured batches `apply` wants for `LiveRun.rehearse`; the run captures them before it is called."""
     mends: ClassVar[tuple[str, ...]]

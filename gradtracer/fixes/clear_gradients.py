@@ -37,6 +37,7 @@ class ClearGradients(Fix[FixParameters]):
     title = "Clear gradients after each update"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     mends = ("gradient_accumulation", "zero_grad_missing")
 
     def preview(self, run: LiveRun, parameters: FixParameters) -> list[Change]:

@@ -44,6 +44,7 @@ class ClipGradNorm(Fix[ClipGradNormParameters]):
     title = "Clip the gradient norm"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     mends = ("exploding_gradient", "learning_rate_too_high")
     Parameters = ClipGradNormParameters
 

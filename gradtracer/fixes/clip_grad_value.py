@@ -44,6 +44,7 @@ class ClipGradValue(Fix[ClipGradValueParameters]):
     title = "Clip gradient elements"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     mends = ("exploding_gradient",)
     Parameters = ClipGradValueParameters
 

@@ -56,6 +56,7 @@ class CosineRestart(Fix[CosineRestartParameters]):
     title = "Restart the learning rate on a cosine"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     shows_in_loss = False
     mends = ("scheduler_misuse",)
     Parameters = CosineRestartParameters

@@ -41,6 +41,7 @@ class Rollback(Fix[RollbackParameters]):
     code = "rollback"
     title = "Roll back to a snapshot"
     safety = Safety.GUARDED
+    works_sharded = True
     mends = ("learning_rate_too_high", "exploding_gradient", "nan_in_data", "dead_relu")
     Parameters = RollbackParameters
 

@@ -45,6 +45,7 @@ class ScaleGradients(Fix[ScaleGradientsParameters]):
     title = "Scale the gradients"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     mends = ("gradient_accumulation", "loss_scale")
     Parameters = ScaleGradientsParameters
 

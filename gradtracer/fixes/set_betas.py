@@ -56,6 +56,7 @@ class SetBetas(Fix[SetBetasParameters]):
     title = "Set the decay of the moments"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     shows_in_loss = False
     mends = ("exploding_gradient", "warmup_missing")
     Parameters = SetBetasParameters

@@ -45,6 +45,7 @@ class SetEpsilon(Fix[SetEpsilonParameters]):
     title = "Set the optimizer's epsilon"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     mends = ("optimizer_eps_half",)
     Parameters = SetEpsilonParameters
 

@@ -44,6 +44,7 @@ class SetLearningRate(Fix[SetLearningRateParameters]):
     title = "Set the learning rate"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     mends = (
         "attention_entropy_collapse",
         "dead_relu",

@@ -44,6 +44,7 @@ class SetWeightDecay(Fix[SetWeightDecayParameters]):
     title = "Set the weight decay"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     shows_in_loss = False
     mends = ("weight_decay_too_large",)
     Parameters = SetWeightDecayParameters

@@ -67,6 +67,7 @@ class SkipBatch(Fix[SkipBatchParameters]):
     title = "Leave out batches"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     shows_in_loss = False
     mends = ("exploding_gradient", "nan_in_data")
     Parameters = SkipBatchParameters

@@ -22,7 +22,7 @@ class SkipNonfiniteStep(Fix[FixParameters]):
         One such update makes every weight non-finite, and nothing after it can be saved.
 
     Definition:
-        An update is skipped if any element of any gradient is NaN or infinite.
+        An update is skipped if any element of any gradient is NaN or infinite; on every rank, where it is so on one.
 
     Safety:
         Safe: an update with a finite gradient is not touched.
@@ -38,6 +38,7 @@ class SkipNonfiniteStep(Fix[FixParameters]):
     title = "Skip updates that are not finite"
     safety = Safety.SAFE
     standing = True
+    works_sharded = True
     mends = (
         "attention_fully_masked",
         "ctc_infinite",
@@ -61,7 +62,7 @@ class SkipNonfiniteStep(Fix[FixParameters]):
 
         def before(optimizer: Any) -> None:
             held = gradients(optimizer)
-            if held and not _all_finite(held):
+            if run.any_rank(bool(held) and not _all_finite(held)):
                 run.skip_update(optimizer)
 
         return run.around_update(before)

@@ -51,6 +51,7 @@ class Warmup(Fix[WarmupParameters]):
     title = "Warm the learning rate up"
     safety = Safety.GUARDED
     standing = True
+    works_sharded = True
     shows_in_loss = False
     mends = ("optimizer_state_lost", "warmup_missing", "learning_rate_too_high")
     Parameters = WarmupParameters

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradtracer.training import statistics
+from gradtracer.training.sharding import is_sharded
 
 _HOOKS_TAKE_KWARGS: dict[str, bool] = (
     {"with_kwargs": True} if "with_kwargs" in inspect.signature(register_module_forward_hook).parameters else {}
@@ -210,11 +211,11 @@ class ActivationCapture:
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """The tensor, or the first one of a collection; None where there is none."""
+    """The tensor, or the first one of a collection; None where there is none. One that is sharded is left alone."""
     if isinstance(values, Tensor):
-        return values
+        return None if is_sharded(values) else values
     if isinstance(values, dict):
         values = values.values()
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
-        return next((v for v in values if isinstance(v, Tensor)), None)
+        return next((v for v in values if isinstance(v, Tensor) and not is_sharded(v)), None)
     return None

@@ -30,8 +30,11 @@ from gradtracer.training.graph import LossGraph
 from gradtracer.training.held import HeldInputs
 from gradtracer.training.layers import Layer, layers_of, source_of, watched_modules
 from gradtracer.training.program import Program
+from gradtracer.training.rank_mail import RankMail
 from gradtracer.training.readings import HostCopy, Numbers, OpenStep
 from gradtracer.training.schedule import Schedule
+from gradtracer.training.sharded_readings import ShardedReadings
+from gradtracer.training.sharding import is_sharded, local
 
 log = logging.getLogger("gradtracer")
 
@@ -42,6 +45,8 @@ run does not pay for what shows at its start."""
 _LOOK_BACK = 32
 """Steps whose per-layer gradient norms are kept in memory, to be written when something goes wrong."""
 _GROWTH_STEPS = 16
+_LAST_PARTS_S = 5.0
+"""At the end: for the other ranks to send what they have read of their parts."""
 _DEVICE_BATCH = 100
 """On a GPU: steps after which the pending numbers are copied at the latest."""
 
@@ -96,6 +101,8 @@ class Capture:
         after_guards: Called after the update.
         audits: What looks at sampled steps.
         loss_fn: The loss function, where the user named it.
+        mail: Carries what is read to the main rank, where there are several.
+        rank: Of this process.
     """
 
     def __init__(
@@ -110,6 +117,8 @@ class Capture:
         after_guards: Callable[[Optimizer], None],
         audits: Sequence[Audit] = (),
         loss_fn: Callable[..., Any] | None = None,
+        mail: RankMail | None = None,
+        rank: int = 0,
     ) -> None:
         self.model = model
         self.program = Program(model)
@@ -130,6 +139,12 @@ class Capture:
             for n, (i, _, p) in enumerate(named)
             if p.dim() > 1 and isinstance(self.layers[i].module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
         }
+        self.is_sharded = any(is_sharded(p) for p in self.parameters)
+        """Whether this rank holds a part of the parameters only."""
+        self._unsharded: list[nn.Parameter] = []
+        """Kept so that their ids stay their own."""
+        self._mail = mail if self.is_sharded else None
+        self._parts = ShardedReadings(self.parameters, mail, rank) if mail is not None and self.is_sharded else None
         self._on_device = any(p.device.type != "cpu" for p in self.parameters)
         self._norm_layout = Layout(tuple((layer.name, "grad_norm") for layer in self.layers))
         self._layouts: dict[tuple[tuple[str, str], ...], Layout] = {}
@@ -148,7 +163,7 @@ class Capture:
         """Whether the user marks steps; None until it is known."""
         self._updates_per_step = 1
         self._loss_fn = loss_fn
-        self._set_audits(audits)
+        self._set_audits([audit for audit in audits if audit.reads_parts or not self.is_sharded])
         self._found: set[tuple[str, str | None]] = set()
         self._last_audited = -1
         self._watched = {} if is_compiled(model) else watched_modules(model)
@@ -205,6 +220,9 @@ class Capture:
         if self._waiting:
             self._copy = self._copy or HostCopy(self._waiting)
             self._emit(self._copy)
+        if self._mail is not None and self._parts is not None:
+            self._mail.give_up(_LAST_PARTS_S)
+            self._emit_whole(self._parts)
 
     # ------------------------------------------------------------------ what the hooks report
 
@@ -346,6 +364,11 @@ class Capture:
     def _on_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._now.step == 0:
             self.program.note_forward()
+        if self.is_sharded and name:
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in self.layer_of_parameter:  # whole for the forward pass: a leaf of its own
+                    self.layer_of_parameter[id(parameter)] = name
+                    self._unsharded.append(parameter)
         tensor = first_tensor(output)
         if tensor is not None and tensor.grad_fn is not None:
             # The innermost module comes first, and keeps the node.
@@ -409,11 +432,13 @@ class Capture:
         held = self._held_by(optimizer)
         extra = () if now.updated else self._unheld()
         index, gradients = held.index, [cast(Tensor, p.grad) for p in held.parameters]
+        if self.is_sharded:
+            gradients = [cast(Tensor, None if g is None else local(g)) for g in gradients]
         norms = held.norms(gradients) if not extra else None
         if norms is None:
             present = [(n, self.parameters[n].grad) for n in (*index, *extra)]
             index = [n for n, g in present if g is not None]
-            gradients = [statistics.gradient_values(g) for _, g in present if g is not None]
+            gradients = [statistics.gradient_values(local(g)) for _, g in present if g is not None]
             if not gradients:
                 return
             norms = statistics.norms(gradients)
@@ -428,9 +453,9 @@ class Capture:
         if now.sampled or self._schedule.is_due(now.step + 1):
             self._read_directions(index, gradients)
         if now.sampled:
-            means = torch.stack([g.mean(dtype=torch.float32) if g.element_size() < 4 else g.mean() for g in gradients])
+            means = torch.stack([statistics.mean(g) for g in gradients])
             now.grad_means.append(means / scale.to(means.device) if isinstance(scale, Tensor) else means)
-            now.weight_norms.append(statistics.norms([self.parameters[n].detach() for n in index]))
+            now.weight_norms.append(statistics.norms([self._weights(n) for n in index]))
             now.zero_rows += [
                 (n, statistics.zero_row_fraction(g))
                 for n, g in zip(index, gradients, strict=True)
@@ -442,7 +467,7 @@ class Capture:
         samples = {
             n: statistics.strided_sample(g).clone()
             for n, g in zip(index, gradients, strict=True)
-            if g.shape == self.parameters[n].shape
+            if g.shape == self._weights(n).shape
         }
         pairs = [(n, s, self._last_gradients[n]) for n, s in samples.items() if n in self._last_gradients]
         if pairs and self._open.sampled:
@@ -451,15 +476,18 @@ class Capture:
             self._open.cosines.append(([n for n, _, _ in pairs], dots, norms))
         self._last_gradients = samples
 
+    def _weights(self, number: int) -> Tensor:
+        return local(self.parameters[number].detach())
+
     def _read_weights(self, optimizer: Optimizer) -> None:
         held = self._held_by(optimizer)
         self._weights_index = [n for n, p in zip(held.index, held.parameters, strict=True) if p.grad is not None]
-        self._weights_before = [statistics.strided_sample(self.parameters[n]).clone() for n in self._weights_index]
+        self._weights_before = [statistics.strided_sample(self._weights(n)).clone() for n in self._weights_index]
 
     def _read_update(self) -> None:
         if not self._weights_before:
             return
-        after = [statistics.strided_sample(self.parameters[n]) for n in self._weights_index]
+        after = [statistics.strided_sample(self._weights(n)) for n in self._weights_index]
         moved = torch._foreach_sub(after, self._weights_before)  # pyright: ignore[reportPrivateImportUsage]
         scale = torch.tensor(
             [self._numel[n] / max(b.numel(), 1) for n, b in zip(self._weights_index, self._weights_before, strict=True)]
@@ -542,6 +570,15 @@ class Capture:
         self._copy = None
         self._waiting = self._waiting[len(copy.steps) :]
         for step, numbers in zip(copy.steps, copy.numbers(), strict=True):
+            if self._parts is None:
+                self._emit_step(step, numbers)
+            else:
+                self._parts.put(step, numbers)
+        if self._parts is not None:
+            self._emit_whole(self._parts)
+
+    def _emit_whole(self, parts: ShardedReadings) -> None:
+        for step, numbers in parts.take():
             self._emit_step(step, numbers)
 
     def _emit_step(self, step: OpenStep, numbers: Numbers) -> None:

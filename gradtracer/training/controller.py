@@ -6,6 +6,7 @@ thread takes them, acts, watches what its actions did, and takes back what made 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import statistics
@@ -21,17 +22,20 @@ import torch
 from gradtracer.control import (
     ActingRequest,
     FixRequest,
+    FlushRequest,
     InterventionReply,
     LiveStatus,
     PolicyRequest,
     Reply,
     RevertRequest,
+    StatusRequest,
     TrainingRequest,
 )
-from gradtracer.errors import GradtracerError, RunNotLive, RunRefused, UnknownIntervention
+from gradtracer.errors import BadParameter, GradtracerError, RunNotLive, RunRefused, UnknownIntervention
 from gradtracer.fixes import Undo
 from gradtracer.records import (
     AutofixPolicy,
+    CaptureNotice,
     CausalHypothesis,
     Change,
     Intervention,
@@ -45,9 +49,12 @@ from gradtracer.training.autofix import Autofix
 from gradtracer.training.capture import Capture
 from gradtracer.training.control_server import Submission
 from gradtracer.training.live_run import TrainingRun
+from gradtracer.training.ranks import Ranks
 from gradtracer.training.recorder import Recorder
+from gradtracer.training.silent_recorder import SilentRecorder
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.stack import training_stack
+from gradtracer.training.together import JointAction
 from gradtracer.training.trial import Plan
 from gradtracer.training.watch import Watch
 
@@ -63,6 +70,8 @@ _MAX_TOLD = 5
 _ACTED = (InterventionState.APPLIED, InterventionState.KEPT, InterventionState.FAILED)
 """States in which what was asked may have changed the run; a fix that raised may have changed a part of it."""
 _STALL_FACTOR, _STALL_AT_LEAST_S = 20.0, 2.0
+_SAVE_TOGETHER_S = 10.0
+"""Between periodic snapshots of several ranks, each of which makes the ranks wait for one another for some ms."""
 
 
 class TrainingStopped(SystemExit):
@@ -82,6 +91,8 @@ class _Queued:
     intervention: Intervention
     future: Future[Reply]
     plans: tuple[Plan, ...] = ()
+    body: str = ""
+    """As the other ranks are told; empty until they are."""
 
 
 @dataclass
@@ -113,6 +124,8 @@ class Controller:
         snapshots: Keeps states.
         policy: What the run may do by itself.
         diagnose: What the run shows now.
+        ranks: What is agreed with other ranks, where there are any. On ranks above 0 a controller does what the main
+            one tells.
     """
 
     def __init__(
@@ -120,12 +133,18 @@ class Controller:
         run_id: str,
         run: TrainingRun,
         capture: Capture,
-        recorder: Recorder,
+        recorder: Recorder | SilentRecorder,
         snapshots: SnapshotStore,
         *,
         policy: AutofixPolicy,
         diagnose: Callable[[], Sequence[CausalHypothesis]],
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._joint: deque[JointAction] = deque()
+        """What the main rank has decided by itself and all ranks are to do."""
+        self._begins_to_record = False
+        self._noted: set[str] = set()
         self._run_id, self._run = run_id, run
         self._capture, self._recorder, self._snapshots = capture, recorder, snapshots
         self.policy = policy
@@ -207,19 +226,16 @@ class Controller:
 
     def _check(self, request: ActingRequest) -> tuple[Plan, ...]:
         """The plans of a fix request, once it is sure that the request can be tried at the step boundary."""
-        if _num_ranks() > 1:
+        if self._ranks is None and _num_ranks() > 1:
             raise RunRefused(
-                "this training runs on several ranks, and a change on one of them would drive the replicas apart; "
-                "steering of distributed runs is not available in this version"
+                "this training runs on several ranks, and its tracker was made before they were known, so that a "
+                "change would reach one of them alone; make the FlowTracker after init_process_group, on every rank"
             )
         if isinstance(request, RevertRequest) and request.intervention_id not in self._interventions:
             known = ", ".join(self._interventions) or "none yet"
             raise UnknownIntervention(f"no intervention {request.intervention_id!r}; there are: {known}")
         self._refuse_a_stale_view(request)
-        if not isinstance(request, FixRequest):
-            return ()
-        wanted = (request, *request.alternatives)
-        return tuple(Plan.parse(c.fix, c.parameters, c.rollback_first) for c in wanted)
+        return _plans(request)
 
     def _refuse_a_stale_view(self, request: ActingRequest) -> None:
         """Raise where others have changed the run since the requester looked, and the request acts on what it saw."""
@@ -278,12 +294,31 @@ class Controller:
         self._durations.append(now - self._last_boundary)
         self._last_boundary = now
         self._run.collector.at_boundary()
+        if self._ranks is not None and self._begins_to_record:
+            self._begins_to_record = False
+            self._ranks.finish("")
+        if self._ranks is not None and not self._ranks.is_main:
+            self._follow(self._ranks, step)
+        else:
+            self._lead(step)
+        self._last_boundary = time.monotonic()
+        if self._stop:
+            raise TrainingStopped
+
+    def _lead(self, step: int) -> None:
+        """Where the process is alone, or the main rank: decide, and act."""
         self._watch(step)
-        self._snapshots.take_if_due(step, healthy=self._recorder.num_open_warnings == 0)
+        healthy = self._recorder.num_open_warnings == 0
+        if self._ranks is None:
+            self._snapshots.take_if_due(step, healthy=healthy)
+        elif healthy and not self._joint and not self._ranks.lost and self._snapshots.is_due(_SAVE_TOGETHER_S):
+            self._joint.append(JointAction(kind="save"))
         if self.policy.mode is not PolicyMode.OFF:
             if self._capture.is_due(step):
                 self._recorder.flush(1.0)
             self._autofix.at_boundary(step, self.policy)
+        if self._ranks is not None and not self._act_jointly(self._ranks, step):
+            return
         while self._queue or self._paused is not None:
             with self._wake:
                 while not self._queue and self._paused is not None and not self._closed:
@@ -295,7 +330,13 @@ class Controller:
                 self._queue.appendleft(queued)
                 break
             try:
-                done = self._carry_out(queued)
+                if self._ranks is None:
+                    done = self._carry_out(queued)
+                elif self._agrees(self._ranks, step, queued):
+                    done = self._carry_out_together(self._ranks, queued)
+                else:
+                    self._queue.appendleft(queued)
+                    break
             except GradtracerError as error:
                 self._put(_ended(queued.intervention, InterventionState.REFUSED, self._run.step, str(error)))
                 queued.future.set_exception(error)
@@ -306,9 +347,6 @@ class Controller:
                 raise
             else:
                 queued.future.set_result(InterventionReply(intervention=done, num_changes=len(self._changes)))
-        self._last_boundary = time.monotonic()
-        if self._stop:
-            raise TrainingStopped
 
     def close(self, reason: str = "the training ended before the next step boundary") -> None:
         """Refuse what still waits, and take nothing more.
@@ -369,11 +407,141 @@ class Controller:
             return False
         if queued is self._collected_for:
             return False  # fewer fit than were wanted; it has to do with them
-        collector.want(wanted)
         self._collected_at, self._collected_for = run.step + wanted, queued
+        if self._ranks is None:
+            collector.want(wanted)
+        else:
+            self._joint.append(JointAction(kind="record", num_batches=wanted))
         return True
 
+    # ------------------------------------------------------------------ several ranks
+
+    def _agrees(self, ranks: Ranks, step: int, queued: _Queued) -> bool:
+        """Main rank: whether all ranks carry the request out now."""
+        if not queued.body:
+            queued.body = JointAction(
+                kind="request",
+                request=queued.request,
+                intervention=queued.intervention,
+                first_open_problem_step=self._run.first_open_problem_step(),
+            ).model_dump_json()
+        try:
+            return self._all_do(ranks, step, queued.body)
+        except RunRefused as error:
+            self._note(step, str(error))
+            raise
+
+    def _all_do(self, ranks: Ranks, step: int, body: str) -> bool:
+        return ranks.agree(step, body, statistics.median(self._durations), at_once=self._paused is not None)
+
+    def _carry_out_together(self, ranks: Ranks, queued: _Queued) -> Intervention:
+        """Do what all ranks do now; where it failed on one, take it back on all."""
+        told = JointAction.model_validate_json(queued.body)
+        error: GradtracerError | None = None
+        done = queued.intervention
+        with self._run.agreed(told.first_open_problem_step):
+            try:
+                done = self._carry_out(queued)
+            except GradtracerError as refused:
+                error = refused
+            failed = done.state is InterventionState.FAILED
+            problems = ranks.finish(str(error) if error is not None else done.outcome if failed else "")
+            if problems:
+                self._undo(done.id, restore=failed)
+        ranks.hold(self._paused is not None)
+        if error is not None:
+            raise error
+        if problems:
+            raise RunRefused(f"it failed on a rank, so it was taken back on all of them: {_by_rank(problems)}")
+        return done
+
+    def _undo(self, intervention_id: str, *, restore: bool) -> None:
+        """Take back what has just been done, since another rank could not do it, or this one only in part."""
+        active = self._active.pop(intervention_id, None)
+        try:
+            if active is not None:
+                active.undo()
+            elif restore and any(s.step == self._run.step for s in self._snapshots.list()):
+                self._run.restore(f"step-{self._run.step}")
+        except GradtracerError:
+            log.exception("what had failed on another rank could not be taken back here")
+        self._stop = False
+        if self._paused is not None and self._paused.id == intervention_id:
+            self._paused = None
+
+    def _act_jointly(self, ranks: Ranks, step: int) -> bool:
+        """What this rank has decided by itself; whether nothing of it waits any more."""
+        while self._joint:
+            action = self._joint[0]
+            taking_back = action.intervention
+            if taking_back is not None and taking_back.id not in self._active:
+                self._joint.popleft()  # reverted by request meanwhile
+                continue
+            try:
+                if not self._all_do(ranks, step, action.model_dump_json()):
+                    return False
+                self._do_jointly(ranks, action)
+            except RunRefused as error:
+                if action.kind == "save":
+                    self._snapshots.stop_periodic()
+                    self._note(step, f"No periodic snapshots: {error}")
+                else:
+                    self._note(step, str(error))
+                if taking_back is not None:
+                    outcome = f"{action.verdict}; it could not be taken back: {error}"
+                    self._put(_ended(taking_back, InterventionState.FAILED, step, outcome))
+            self._joint.popleft()
+        return not self._begins_to_record
+
+    def _do_jointly(self, ranks: Ranks, action: JointAction) -> None:
+        if action.kind == "record":
+            self._run.collector.want(action.num_batches)
+            self._begins_to_record = True
+            return
+        with self._run.agreed(action.first_open_problem_step):
+            problem = ""
+            try:
+                if action.intervention is not None:
+                    problem = self._take_back(action.intervention, self._run.step, action.verdict)
+                else:
+                    self._snapshots.take_periodic(self._run.step)
+            except Exception as error:  # the others wait for a word
+                problem = f"{type(error).__name__}: {error}"
+                log.exception("what all ranks do together failed")
+            problems = ranks.finish(problem)
+        if problems and ranks.is_main:
+            raise RunRefused(_by_rank(problems))
+
+    def _follow(self, ranks: Ranks, step: int) -> None:
+        """On a rank above 0: what the main rank tells."""
+        while (body := ranks.due(step, hold=self._paused is not None)) is not None:
+            action = JointAction.model_validate_json(body)
+            request = action.request
+            if request is None or action.intervention is None:
+                self._do_jointly(ranks, action)
+                if self._begins_to_record:
+                    return
+                continue
+            assert not isinstance(request, (StatusRequest, FlushRequest))
+            queued = _Queued(request, action.intervention, Future(), _plans(request), body)
+            with contextlib.suppress(GradtracerError):  # it was reported to the main rank
+                self._carry_out_together(ranks, queued)
+        self._paused = None  # resumed, or the main rank is gone
+
+    def _note(self, step: int, message: str) -> None:
+        if message not in self._noted:
+            self._noted.add(message)
+            self._recorder.add_observation(CaptureNotice(step=max(step, 0), message=message))
+
+    # ------------------------------------------------------------------ acting
+
     def _fix(self, asked: Intervention, request: FixRequest, plans: Sequence[Plan]) -> Intervention:
+        for plan in plans:
+            if self._run.is_sharded and not plan.fix.works_sharded:
+                raise BadParameter(
+                    f"{plan.fix.code} needs whole parameters, and those of this model are sharded over the ranks "
+                    "(fully_shard)"
+                )
         if request.mode == "trial":
             result = self._run.try_out(plans, request.trial_steps)
             return asked.model_copy(
@@ -462,7 +630,9 @@ class Controller:
             if saved is None:
                 raise RunRefused("the state holds a non-finite number, so it is not saved")
             path = self._snapshots.path(saved.name)
-            done = _ended(asked, InterventionState.KEPT, self._run.step, f"saved as {saved.name}: {os.fspath(path)}")
+            part = "; it holds rank 0's part of a sharded model" if self._run.is_sharded else ""
+            outcome = f"saved as {saved.name}: {os.fspath(path)}{part}"
+            done = _ended(asked, InterventionState.KEPT, self._run.step, outcome)
         else:
             self._stop, self._paused = True, None
             name = saved.name if saved else "nothing, since the state is not finite"
@@ -485,17 +655,25 @@ class Controller:
                 active.intervention = _ended(watched, InterventionState.KEPT, step, _kept(watch.loss, median))
                 self._put(active.intervention)
                 continue
-            del self._active[active.intervention.id]
-            try:
-                active.undo()
-                if watched.snapshot is not None and watched.fix != "rollback":
-                    self._run.restore(watched.snapshot)
-            except GradtracerError as error:
-                verdict = f"{verdict}; it could not be taken back: {error}"
-                self._put(_ended(watched, InterventionState.FAILED, step, verdict))
-                continue
-            self._put(_ended(watched, InterventionState.REVERTED, step, f"taken back by itself: {verdict}"))
-            self._note_change(f"{watched.id} {watched.fix} was taken back by itself at step {step}", "watch")
+            if self._ranks is None:
+                self._take_back(watched, step, verdict)
+            else:
+                self._joint.append(JointAction(kind="take_back", intervention=watched, verdict=verdict))
+
+    def _take_back(self, watched: Intervention, step: int, verdict: str) -> str:
+        """Undo what made things worse; why that failed, empty where it did not."""
+        active = self._active.pop(watched.id)
+        try:
+            active.undo()
+            if watched.snapshot is not None and watched.fix != "rollback":
+                self._run.restore(watched.snapshot)
+        except GradtracerError as error:
+            outcome = f"{verdict}; it could not be taken back: {error}"
+            self._put(_ended(watched, InterventionState.FAILED, step, outcome))
+            return str(error)
+        self._put(_ended(watched, InterventionState.REVERTED, step, f"taken back by itself: {verdict}"))
+        self._note_change(f"{watched.id} {watched.fix} was taken back by itself at step {step}", "watch")
+        return ""
 
     def _recent_losses(self, until_step: int) -> list[float]:
         recent = [x for s, x in self._capture.recent_losses if s <= until_step and x < float("inf")]
@@ -513,6 +691,17 @@ class Controller:
 def _num_ranks() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _plans(request: ActingRequest) -> tuple[Plan, ...]:
+    if not isinstance(request, FixRequest):
+        return ()
+    wanted = (request, *request.alternatives)
+    return tuple(Plan.parse(c.fix, c.parameters, c.rollback_first) for c in wanted)
+
+
+def _by_rank(problems: dict[int, str]) -> str:
+    return "; ".join(f"rank {r}: {text}" for r, text in sorted(problems.items()))
 
 
 def _deed(done: Intervention) -> str:

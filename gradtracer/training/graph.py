@@ -143,7 +143,7 @@ class LossGraph:
         """Leaf tensors that the loss depends on."""
         for node in self.nodes:
             variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
+            if isinstance(variable, Tensor) and not _is_freed(variable):
                 yield variable
 
     def layer_of_parameter(self, parameter: Tensor) -> str | None:
@@ -219,11 +219,13 @@ def saved(node: Any, name: str) -> Any:
 
     Under gradient checkpointing (`torch.utils.checkpoint`, not reentrant) and other saved-tensor hooks, reading a kept
     tensor runs the user's forward pass again, which moves the running statistics of batch norms among other things.
+    Parameters that `fully_shard` has put together for the forward pass have no memory between it and backward.
     """
     try:
         if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
             return None
-        return getattr(node, f"_saved_{name}", None)
+        kept = getattr(node, f"_saved_{name}", None)
+        return None if isinstance(kept, Tensor) and _is_freed(kept) else kept
     except RuntimeError:  # freed, or changed in place since
         return None
 
@@ -252,7 +254,14 @@ def saved_tensors(node: Any, prefix: str = "_saved_") -> Iterator[Tensor]:
             if isinstance(kept, Tensor):
                 yield kept
             elif isinstance(kept, (tuple, list)):
-                yield from (s for s in kept if isinstance(s, Tensor))
+                yield from (s for s in kept if isinstance(s, Tensor) and not _is_freed(s))
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one memory of its own
+        return False
 
 
 def count_non_finite(tensor: Tensor) -> int:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from gradtracer.errors import BadParameter
+from gradtracer.errors import BadParameter, RunRefused
 from gradtracer.fixes import SnapshotInfo, Undo
 from gradtracer.records import Severity, TrialResult
 from gradtracer.training import statistics
 from gradtracer.training.capture import Capture
 from gradtracer.training.hooks import HOOKS
+from gradtracer.training.ranks import Ranks, any_rank
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.rehearsal import BatchCollector, Rehearsal, TapedRehearsal, UserRehearsal
+from gradtracer.training.silent_recorder import SilentRecorder
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.state import TrainingState, random_states, set_random_states
 from gradtracer.training.strays import held_by_any_optimizer, strays
@@ -27,6 +30,29 @@ _REPLAY_BATCHES = 200
 """What the user's `replay` can be asked for: a trial of the most steps has as many."""
 
 
+class GuardsAlone:
+    """Keeps the fixes of a run in force once its tracker is gone; see `gradtracer.training.hooks.TrainingListener`."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+
+    def on_backward(self, loss: torch.Tensor, unscaled: torch.Tensor) -> None:
+        """Nothing."""
+
+    def on_backward_done(self) -> None:
+        """Nothing."""
+
+    def on_update(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """What comes before an update."""
+        if not has_closure and any(optimizer is o for o in self._run.optimizers):
+            self._run.run_guards(optimizer)
+
+    def on_updated(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """What comes after it."""
+        if not has_closure and any(optimizer is o for o in self._run.optimizers):
+            self._run.finish_guards(optimizer)
+
+
 class TrainingRun:
     """See `gradtracer.fixes.LiveRun`; all of it is for the training thread.
 
@@ -36,19 +62,23 @@ class TrainingRun:
         store: Keeps snapshots.
         state: Takes and restores the state of the training.
         replay: Computes the loss of a batch, where the user gave it; see `gradtracer.training.rehearsal.UserRehearsal`.
+        ranks: What is agreed with other ranks, where there are any.
     """
 
     def __init__(
         self,
         capture: Capture,
-        recorder: Recorder,
+        recorder: Recorder | SilentRecorder,
         store: SnapshotStore,
         state: TrainingState,
         replay: Callable[[int], torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._agreed_problem: tuple[int | None] | None = None
         self._capture, self._recorder, self._store, self._state = capture, recorder, store, state
         self._replay = replay
-        self.collector = BatchCollector(capture.model, state, self.undisturbed)
+        self.collector = BatchCollector(capture.model, state, self.undisturbed, self._on_all_ranks)
         self.is_rehearsing = False
         """Whether what runs now is no step of the user's: nothing of it is recorded, and fixes still act on it."""
         self._rehearsed_norms: list[float] = []
@@ -153,8 +183,18 @@ class TrainingRun:
             BadParameter: If no step can be run again.
             RunRefused: If it would not fit.
         """
+        if self.is_sharded:
+            raise RunRefused(
+                "a trial needs whole parameters, and those of this model are sharded over the ranks (fully_shard); "
+                "mode=apply saves a snapshot and watches"
+            )
         self.missing_parameters()  # from now on they belong to the state that the trial puts back
-        trial = Trial(self._state, self.rehearsal, self.carry_out, self._take_rehearsed_norms)
+        rehearsal = self.rehearsal
+        mean: Callable[[Sequence[float]], list[float]] = list
+        if self._ranks is not None:
+            rehearsal.num_batches = int(min(n for (n,) in self._ranks.exchange([rehearsal.num_batches])))
+            mean = self._ranks.mean
+        trial = Trial(self._state, rehearsal, self.carry_out, self._take_rehearsed_norms, mean=mean)
         return self.undisturbed(lambda: trial.run(plans, num_steps))
 
     def carry_out(self, plan: Plan) -> Undo:
@@ -222,6 +262,15 @@ class TrainingRun:
         """See `gradtracer.fixes.LiveRun`."""
         return getattr(self._capture.audit("pruned_weights"), "places", {})
 
+    def any_rank(self, flag: bool) -> bool:
+        """See `gradtracer.fixes.LiveRun`."""
+        return any_rank(flag)
+
+    @property
+    def is_sharded(self) -> bool:
+        """See `gradtracer.fixes.LiveRun`."""
+        return self._capture.is_sharded
+
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """See `gradtracer.fixes.LiveRun`."""
         return self._store.list()
@@ -240,9 +289,33 @@ class TrainingRun:
 
     def first_open_problem_step(self) -> int | None:
         """See `gradtracer.fixes.LiveRun`."""
+        if self._agreed_problem is not None:
+            return self._agreed_problem[0]
         self._recorder.flush(1.0)
         open_problems = [e.step for e in self._recorder.events if e.open and e.severity is not Severity.INFO]
         return min(open_problems, default=None)
+
+    @contextmanager
+    def agreed(self, first_open_problem_step: int | None) -> Iterator[None]:
+        """While all ranks act together: what the main rank knows of events holds on all of them."""
+        self._agreed_problem = (first_open_problem_step,)
+        try:
+            yield
+        finally:
+            self._agreed_problem = None
+
+    def _on_all_ranks(self, flag: bool) -> bool:
+        if self._ranks is None:
+            return flag
+        try:
+            return self._ranks.all(flag)
+        except RunRefused:
+            return False
+
+    @property
+    def has_guards(self) -> bool:
+        """Whether anything comes before or after updates."""
+        return bool(self._guards)
 
     def run_guards(self, optimizer: Optimizer) -> None:
         """What comes before an update."""

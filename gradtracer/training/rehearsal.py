@@ -91,10 +91,18 @@ class BatchCollector:
         model: The model.
         state: Takes and restores the state of the training.
         undisturbed: Runs something with recording off: what happens in it is not the user's training.
+        on_all_ranks: Whether what holds here holds on all ranks: a step that communicates runs on all of them.
     """
 
-    def __init__(self, model: nn.Module, state: TrainingState, undisturbed: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        state: TrainingState,
+        undisturbed: Callable[[Callable[[], Any]], Any],
+        on_all_ranks: Callable[[bool], bool] = bool,
+    ) -> None:
         self.recorder = TapeRecorder(model)
+        self._on_all_ranks = on_all_ranks
         self._state, self._undisturbed = state, undisturbed
         self._wanted = 0
         self._running = False
@@ -121,8 +129,12 @@ class BatchCollector:
         if not self._running:
             return
         tape = self.recorder.stop()
-        if tape is not None and not self.tapes:
-            self._check(tape)
+        if not self.tapes:
+            everywhere = self._on_all_ranks(tape is not None)
+            if tape is not None and everywhere:
+                self._check(tape)
+            elif tape is not None:
+                self.trouble = "another rank could not record its step"
         if tape is None or self.trouble is not None:
             self.trouble = self.trouble or self.recorder.trouble
             if self.tapes and self.recorder.out_of_space:

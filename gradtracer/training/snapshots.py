@@ -8,6 +8,7 @@ schedulers and loaders say of their state may be anything, so it never leaves me
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,7 @@ class SnapshotStore:
         notify: Told once where the state is too large for periodic snapshots.
         periodic_bytes: The largest state that is saved periodically.
         memory_bytes: What snapshots may take in memory before they are written to disk.
+        on_all_ranks: Whether a state that is finite here is so on all ranks: none saves what another one does not.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class SnapshotStore:
         notify: Callable[[str], None] = lambda message: None,
         periodic_bytes: int = PERIODIC_BYTES,
         memory_bytes: int = MEMORY_BYTES,
+        on_all_ranks: Callable[[bool], bool] = lambda finite: finite,
     ) -> None:
         self._directory, self._state = directory, state
         self._notify, self._periodic_bytes, self._memory_bytes = notify, periodic_bytes, memory_bytes
+        self._on_all_ranks = on_all_ranks
         self._periodic = True
         self._kept: list[_Snapshot] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradtracer-snapshots")
@@ -77,13 +81,26 @@ class SnapshotStore:
 
     def take_if_due(self, step: int, *, healthy: bool) -> None:
         """Take a periodic snapshot where one is due, and the run healthy: for at most 0.5 % of the time."""
-        now = time.monotonic()
-        if self._periodic and healthy and now - self._last_periodic >= self._interval_s and self._may_be_unasked():
-            self.take(step, healthy=True, periodic=True)
-            self._last_periodic = time.monotonic()
-            fits = self._state.num_bytes() * (_MAX_PERIODIC + _MAX_ASKED_FOR) <= self._memory_bytes
-            cost_s = self._last_periodic - now
-            self._interval_s = max(_MIN_INTERVAL_S if fits else _MIN_INTERVAL_ON_DISK_S, cost_s / _SHARE_OF_TIME)
+        if healthy and self.is_due():
+            self.take_periodic(step)
+
+    def is_due(self, at_least_s: float = 0.0) -> bool:
+        """Whether a periodic snapshot is due."""
+        waited_s = time.monotonic() - self._last_periodic
+        return self._periodic and waited_s >= max(self._interval_s, at_least_s) and self._may_be_unasked()
+
+    def take_periodic(self, step: int) -> None:
+        """Take one of a healthy state, and reckon from its cost when the next is due."""
+        start = time.monotonic()
+        self.take(step, healthy=True, periodic=True)
+        self._last_periodic = time.monotonic()
+        fits = self._state.num_bytes() * (_MAX_PERIODIC + _MAX_ASKED_FOR) <= self._memory_bytes
+        cost_s = self._last_periodic - start
+        self._interval_s = max(_MIN_INTERVAL_S if fits else _MIN_INTERVAL_ON_DISK_S, cost_s / _SHARE_OF_TIME)
+
+    def stop_periodic(self) -> None:
+        """Take no periodic snapshots any more."""
+        self._periodic = False
 
     def take_start(self) -> None:
         """Save the state before the first update; it is never dropped."""
@@ -112,7 +129,7 @@ class SnapshotStore:
         Returns:
             None where the state holds a non-finite number: such a state is never saved.
         """
-        if not self._state.is_finite():
+        if not self._on_all_ranks(self._state.is_finite()):
             return None
         existing = next((s for s in self._kept if s.info.step == step), None)
         if existing is not None and periodic:
@@ -161,9 +178,16 @@ class SnapshotStore:
         self._state.restore({**state, "others": snapshot.others})
         return snapshot.info.step
 
-    def close(self) -> None:
-        """Write the newest snapshot of a healthy state, so that it outlives the process, and finish writing."""
+    def close(self, *, keep: bool = True) -> None:
+        """Write the newest snapshot of a healthy state, so that it outlives the process, and finish writing.
+
+        Args:
+            keep: Without it nothing outlives the process: the folder is removed.
+        """
         self._writer.shutdown(wait=True)
+        if not keep:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return
         healthy = [s for s in self._kept if s.info.healthy]
         if healthy and healthy[-1].writing is None and healthy[-1].state is not None:
             # Here and not in the writer: while the interpreter ends, no executor takes anything.

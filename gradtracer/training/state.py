@@ -1,5 +1,7 @@
 """The state of a training: taken as plain values, and put back in place, bit for bit.
 
+Of what is sharded over ranks each keeps its own part, so that taking and restoring wait for no other rank.
+
 What belongs to it: parameters, buffers, optimizers (of parameters outside the model too), modules' modes, learning rate
 schedulers, gradient scalers, whatever else of the user's has a state, and the random states of torch, Python and numpy.
 """
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from gradtracer.training.sharding import like, local
 
 State = dict[str, Any]
 
@@ -88,11 +92,11 @@ class TrainingState:
         with torch.no_grad():
             for key, saved in state["tensors"].items():
                 if key in tensors:
-                    tensors[key].copy_(saved)
+                    local(tensors[key]).copy_(saved)
             for key, tensor in tensors.items():
                 if tensor.is_leaf and tensor.requires_grad:
                     saved = gradients.get(key)
-                    tensor.grad = None if saved is None else _copied(saved, tensor.device)
+                    tensor.grad = None if saved is None else like(_copied(saved, tensor.device), tensor)
             for module, training in zip(self._model.modules(), state["training"], strict=False):
                 module.training = training
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=False):
@@ -112,7 +116,7 @@ class TrainingState:
         """Size of the tensors of a state, without gradients."""
         held = (v for o in self._optimizers for s in o.state.values() for v in s.values())
         tensors = [*self._tensors().values(), *(v for v in held if isinstance(v, Tensor))]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(local(t.detach()).numel() * t.element_size() for t in tensors)
 
     def is_finite(self) -> bool:
         """Whether all parameters and moments are finite, and no buffer holds a NaN (a mask may hold infinities).
@@ -120,13 +124,13 @@ class TrainingState:
         A sum is finite only where every element is; one that overflows errs on the careful side.
         """
         with torch.no_grad():
-            buffers = [b for b in self._model.buffers() if b.is_floating_point()]
+            buffers = [local(b) for b in self._model.buffers() if b.is_floating_point()]
             if any(bool(torch.isnan(b).any()) for b in buffers):
                 return False
-            known = {id(b) for b in buffers}
-            tensors = [t.detach() for t in self._tensors().values() if id(t) not in known]
+            known = {id(b) for b in self._model.buffers()}
+            tensors = [local(t.detach()) for t in self._tensors().values() if id(t) not in known]
             moments = (v for o in self._optimizers for s in o.state.values() for v in s.values())
-            tensors += [v for v in moments if isinstance(v, Tensor)]
+            tensors += [local(v) for v in moments if isinstance(v, Tensor)]
             return all(bool(torch.isfinite(t.sum(dtype=torch.float64))) for t in tensors if t.is_floating_point())
 
     def _stateful(self) -> list[Any]:
@@ -179,17 +183,19 @@ def _restore_optimizer(optimizer: Optimizer, saved: State, tensors: dict[str, Te
             del held[name]
         for name, value in values.items():
             current = held.get(name)
-            if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-                current.copy_(value)
+            if isinstance(current, Tensor) and isinstance(value, Tensor) and local(current).shape == value.shape:
+                local(current).copy_(value)
             else:
                 # A step counter stays on the host unless the optimizer asked for it elsewhere; moments go along.
                 scalar = isinstance(value, Tensor) and value.dim() == 0
-                held[name] = _copied(value, None if scalar else parameter.device)
+                copied = _copied(value, None if scalar else parameter.device)
+                held[name] = like(copied, parameter) if isinstance(copied, Tensor) and not scalar else copied
 
 
 def _copied(value: Any, device: torch.device | str | None) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+        value = local(value.detach())
+        return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, dict):
         return {k: _copied(v, device) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

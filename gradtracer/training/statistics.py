@@ -66,6 +66,13 @@ def norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(found)
 
 
+def mean(tensor: Tensor) -> Tensor:
+    """Mean, summed in float32 at least; 0 of no elements (a rank's part of a small tensor may be empty)."""
+    if tensor.numel() == 0:
+        return tensor.sum(dtype=torch.float32)
+    return tensor.mean(dtype=torch.float32) if tensor.element_size() < 4 else tensor.mean()
+
+
 def exact_norm(tensor: Tensor) -> float:
     """Norm in float64: finite wherever all elements are, unlike a float32 sum of squares above 1e19."""
     return float(torch.linalg.vector_norm(tensor.detach().double()))

@@ -7,7 +7,9 @@ import functools
 import logging
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -41,15 +43,18 @@ from gradtracer.records import (
 )
 from gradtracer.report import build_report, to_text
 from gradtracer.series import Series
-from gradtracer.training.audits import all_audits
+from gradtracer.training.audits import Audit, all_audits
 from gradtracer.training.capture import Capture, is_compiled
 from gradtracer.training.control_server import ControlServer
 from gradtracer.training.controller import Controller, TrainingStopped
 from gradtracer.training.hooks import HOOKS
 from gradtracer.training.layers import describe_model
-from gradtracer.training.live_run import TrainingRun
+from gradtracer.training.live_run import GuardsAlone, TrainingRun
+from gradtracer.training.rank_replicas import RankReplicas
+from gradtracer.training.ranks import ranks_of
 from gradtracer.training.recorder import Recorder
 from gradtracer.training.schedule import Schedule
+from gradtracer.training.silent_recorder import SilentRecorder
 from gradtracer.training.snapshots import SnapshotStore
 from gradtracer.training.state import TrainingState
 from gradtracer.training.strays import held_by_any_optimizer
@@ -59,6 +64,8 @@ log = logging.getLogger("gradtracer")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPEN: WeakKeyDictionary[nn.Module, FlowTracker] = WeakKeyDictionary()
+_PARTING_S = 5.0
+"""For all ranks to close their trackers, where a fix is in force."""
 _COVERAGE_STEPS = (2, 10)
 """Steps after which parameters without an optimizer are looked for; afterwards at every sampled step. In the first
 step of a loop with several optimizers not all of them have been seen."""
@@ -98,6 +105,9 @@ class FlowTracker:
 
         with FlowTracker(model) as tracker:
             ...
+
+    In a distributed training make it on every rank, after `init_process_group` and behind DistributedDataParallel or
+    `fully_shard`, and close it on every rank: rank 0 keeps the record, the others act together with it.
 
     Recording does not change training: losses and weights are bit for bit what they are without it.
 
@@ -141,25 +151,30 @@ class FlowTracker:
         self.model, self.loss_fn, self.replay = model, loss_fn, replay
         self.track_interval = track_interval
         self._broken = False
+        self._left_guards = False
         self._broken_reason = ""
         self._closed = False
         self._has_start = False
         self._pid = os.getpid()
-        self._is_main_rank = _rank() == 0
+        self._ranks = ranks_of(model)
+        self._is_main_rank = self._ranks is None or self._ranks.is_main
         self._described_optimizers: tuple[Any, ...] = ()
         self._seemed_missing: list[str] = []
         self._missing: list[str] = []
         self._manifest: RunManifest | None = None
-        self.run_id, self.directory = "", Path()
-        if not self._is_main_rank:
-            # The main rank keeps journal and socket; this one trains on untouched.
-            self._closed = True
-            return
-
-        name = clean_name(run_name or Path(sys.argv[0]).stem or "run")
         self._schedule = Schedule(track_interval)
-        self.run_id, self.directory = new_run_directory(home_directory(home), name)
-        self._recorder = Recorder(self.directory, all_detectors(), on_event=self._on_event)
+        self.run_id, self.directory = "", Path()
+        self._recorder: Recorder | SilentRecorder = SilentRecorder()
+        audits: list[Audit] = []
+        name = clean_name(run_name or Path(sys.argv[0]).stem or "run")
+        if self._is_main_rank:
+            self.run_id, self.directory = new_run_directory(home_directory(home), name)
+            self._recorder = Recorder(self.directory, all_detectors(), on_event=self._on_event)
+            audits = all_audits()
+        else:  # It acts as the main rank does; journal and socket are there. What it saves for a while is its own.
+            self.directory = Path(tempfile.mkdtemp(prefix="gradtracer-"))
+        if self._ranks is not None:
+            audits.append(RankReplicas(self._ranks, track_interval))
         self._capture = Capture(
             model,
             optimizers,
@@ -168,12 +183,19 @@ class FlowTracker:
             on_step_end=self._on_step_end,
             on_guards=lambda o: self._run.run_guards(o),
             after_guards=lambda o: self._run.finish_guards(o),
-            audits=all_audits(),
+            audits=audits,
             loss_fn=loss_fn,
+            mail=self._ranks.mail if self._ranks is not None else None,
+            rank=self._ranks.rank if self._ranks is not None else 0,
         )
         state = TrainingState(model, self._capture.optimizers, HOOKS.scalers)
-        self._snapshots = SnapshotStore(self.directory / "snapshots", state, notify=self._put_notice)
-        self._run = TrainingRun(self._capture, self._recorder, self._snapshots, state, replay)
+        self._snapshots = SnapshotStore(
+            self.directory / "snapshots",
+            state,
+            notify=self._put_notice,
+            on_all_ranks=self._ranks.all if self._ranks is not None else bool,
+        )
+        self._run = TrainingRun(self._capture, self._recorder, self._snapshots, state, replay, self._ranks)
         self._controller = Controller(
             self.run_id,
             self._run,
@@ -182,8 +204,14 @@ class FlowTracker:
             self._snapshots,
             policy=policy,
             diagnose=self.explain_failure,
+            ranks=self._ranks,
         )
-        self._server = ControlServer(self._controller, self.directory) if serve else None
+        self._server = ControlServer(self._controller, self.directory) if serve and self._is_main_rank else None
+        _OPEN[model] = self
+        HOOKS.add(self)
+        atexit.register(self._at_exit)
+        if not self._is_main_rank:
+            return
         if self._server is not None:
             self._server.start()
         self._manifest = RunManifest(
@@ -204,10 +232,12 @@ class FlowTracker:
                 "The model is compiled: activations are not read, since a forward hook would make it compile again. "
                 "Gradients, weights and updates are."
             )
+        if self._capture.is_sharded:
+            self._put_notice(
+                "Parameters are sharded over ranks: gradient norms are those of the whole, and need a tracker on every "
+                "rank; update ratios and step cosines are of rank 0's part; audits of weights and gradients are off."
+            )
         self._describe_model(0)
-        _OPEN[model] = self
-        HOOKS.add(self)
-        atexit.register(self._at_exit)
 
     # ------------------------------------------------------------------ for the user
 
@@ -253,10 +283,8 @@ class FlowTracker:
     @property
     def events(self) -> list[SemanticEvent]:
         """What happened so far, in order."""
-        if self._is_main_rank:
-            self._recorder.flush(5.0)
-            return self._recorder.events
-        return []
+        self._recorder.flush(5.0)
+        return list(self._recorder.events)
 
     @property
     def broken_reason(self) -> str:
@@ -278,11 +306,14 @@ class FlowTracker:
         if not self._broken:
             self._finish_capture()
         self._controller.close()
-        self._snapshots.close()
+        self._leave_ranks()
+        self._snapshots.close(keep=self._is_main_rank)
         self._recorder.close()
         if self._server is not None:
             self._server.close()
-        assert self._manifest is not None
+        if self._manifest is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            return
         self._manifest = self._manifest.model_copy(
             update={
                 "state": "crashed" if error is not None else "finished",
@@ -458,6 +489,7 @@ class FlowTracker:
         self._capture.activations.disarm()
         for optimizer in self._capture.optimizers:
             self._run.finish_guards(optimizer)  # a fix in force must not leave its rate or a gradient behind
+        self._leave_ranks()
         log.warning(
             "gradtracer stopped recording run %s because of an error of its own; training goes on. Please report:\n%s",
             self.run_id,
@@ -470,6 +502,16 @@ class FlowTracker:
             )
         )
         self._controller.close("the tracker stopped because of an error of its own; training goes on without it")
+
+    def _leave_ranks(self) -> None:
+        """A fix in force ends on all ranks or on none: what the others still do, this one does too."""
+        if self._ranks is None:
+            return
+        patience_s = _PARTING_S if self._run.has_guards and not self._broken else 0.0
+        if not self._ranks.close(patience_s) and self._run.has_guards and not self._left_guards:
+            self._left_guards = True
+            HOOKS.add(GuardsAlone(self._run))
+            log.warning("gradtracer: a fix stays in force, since the other ranks go on with it")
 
     def _at_exit(self) -> None:
         # An exception that ended the program was printed before this runs, which leaves it in sys.last_value.
@@ -519,13 +561,6 @@ def _checked_optimizers(optimizer: Any) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             raise TypeError(f"expected optimizer to be a torch.optim.Optimizer, got {type(one).__name__}")
     return checked
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return 0
 
 
 def _group(group: dict[str, Any]) -> OptimizerGroup:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from gradtracer.errors import GradtracerError, RunRefused
+from gradtracer.errors import BadParameter, GradtracerError, RunRefused
 from gradtracer.fixes import Fix, Undo, get_fix
 from gradtracer.records import ParameterScalar, ParameterValue, TrialBranch, TrialResult
 from gradtracer.records.base import finite
@@ -87,6 +87,7 @@ class Trial:
         apply: Carries out a plan on the live objects, as it would be on the run.
         last_grad_norms: Gives the gradient norms read since it was last called, one an update.
         max_s: How long it may take; `MAX_TRIAL_S` by default.
+        mean: Averages numbers over the ranks that run the same trial, so that they all come to the same verdict.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class Trial:
         last_grad_norms: Callable[[], list[float]],
         *,
         max_s: float | None = None,
+        mean: Callable[[Sequence[float]], list[float]] = list,
     ) -> None:
+        self._mean = mean
         self._state, self._rehearsal = state, rehearsal
         self._apply, self._last_grad_norms, self._max_s = (
             apply,
@@ -118,7 +121,7 @@ class Trial:
         Raises:
             RunRefused: If it would not fit into memory or time; nothing was changed.
         """
-        _check_memory(self._state)
+        self._check_memory()
         started = time.perf_counter()
         live = self._state.take(gradients=True)
         try:
@@ -145,13 +148,16 @@ class Trial:
         self._last_grad_norms()
         try:
             if plan is not None:
-                undo = self._apply(plan)
+                undo = self._apply_on_all(plan)
             started = time.perf_counter()
             for i in range(num_steps):
-                branch.losses.append(self._rehearsal.step(i % self._rehearsal.num_batches))
-                branch.grad_norms.append(max(self._last_grad_norms(), default=math.nan))
+                loss = self._rehearsal.step(i % self._rehearsal.num_batches)
+                norm = max(self._last_grad_norms(), default=math.nan)
+                loss, norm, seconds = self._mean([loss, norm, time.perf_counter() - started])
+                branch.losses.append(loss)
+                branch.grad_norms.append(norm)
                 if i == 0 and num_others:
-                    self._check_time(time.perf_counter() - started, num_steps, num_others)
+                    self._check_time(seconds, num_steps, num_others)
         except RunRefused:
             raise
         except GradtracerError as error:
@@ -164,6 +170,18 @@ class Trial:
                 _take_back(undo)
         return branch
 
+    def _apply_on_all(self, plan: Plan) -> Undo:
+        """Apply it; where another rank cannot, this one doesn't either."""
+        try:
+            undo = self._apply(plan)
+        except Exception:
+            self._mean([0.0])
+            raise
+        if self._mean([1.0]) != [1.0]:
+            _take_back(undo)
+            raise BadParameter("it could not be applied on another rank")
+        return undo
+
     def _check_time(self, step_s: float, num_steps: int, num_others: int) -> None:
         expected = step_s * num_steps * (1 + num_others)
         if expected > self._max_s:
@@ -172,6 +190,20 @@ class Trial:
                 f"a step takes {step_s:.3g} s, so {num_steps} steps of {1 + num_others} branches would hold the "
                 f"training for {expected:.0f} s; {self._max_s:.0f} s are allowed. Ask for at most {most} steps, or for "
                 "fewer candidates"
+            )
+
+    def _check_memory(self) -> None:
+        # The live state with its gradients: at most twice the state without.
+        need = 2 * self._state.num_bytes()
+        free = psutil.virtual_memory().available // 2
+        device = self._state.device
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0] // 2
+        if self._mean([float(need > free)]) != [0.0]:
+            raise RunRefused(
+                f"a trial copies the state of the training, up to {need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB "
+                "(half of what is free) may be used. mode=apply needs no copy on the device: it saves a snapshot and "
+                "watches"
             )
 
 
@@ -185,20 +217,6 @@ def _take_back(undo: Undo) -> None:
         return  # it has no way back of its own; the state is put back anyway
     except Exception:
         log.exception("the undo of a tried fix failed")
-
-
-def _check_memory(state: TrainingState) -> None:
-    # The live state with its gradients: at most twice the state without.
-    need = 2 * state.num_bytes()
-    free = psutil.virtual_memory().available // 2
-    device = state.device
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] // 2
-    if need > free:
-        raise RunRefused(
-            f"a trial copies the state of the training, up to {need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB (half "
-            "of what is free) may be used. mode=apply needs no copy on the device: it saves a snapshot and watches"
-        )
 
 
 def _record(branch: _Branch, control: _Branch) -> TrialBranch:

@@ -71,6 +71,9 @@ class Audit(ABC):
     """Whether `on_loss`, `on_backward`, `on_gradients` and `on_update` are called at every step of a run's first 500:
     for what is cheap (some tens of microseconds) and would be missed between samples. `on_gap` tells of steps that
     were left out later."""
+    reads_parts: ClassVar[bool] = False
+    """Whether it may look where parameters are sharded over ranks: it touches no parameter, gradient or optimizer
+    state, which would wait for all ranks, and takes the loss's graph for what it is then: one without parameters."""
 
     def on_gap(self) -> None:  # noqa: B027
         """Steps were left out since the last call: what compares neighbouring steps begins anew."""

@@ -44,6 +44,7 @@ class BatchAxis(Audit):
     """
 
     code = "batch_axis"
+    reads_parts = True
 
     TWICE = 2
 

@@ -55,6 +55,7 @@ class Labels(Audit):
     """
 
     code = "labels"
+    reads_parts = True
 
     def __init__(self) -> None:
         self._counts: Tensor | None = None

@@ -38,6 +38,7 @@ class LossFactor(Audit):
     """
 
     code = "loss_factor"
+    reads_parts = True
 
     FAR = 16.0
 

@@ -47,6 +47,7 @@ class LossShapes(Audit):
     """
 
     code = "loss_shapes"
+    reads_parts = True
 
     def on_loss(self, context: AuditContext, graph: LossGraph) -> Iterable[AuditFinding]:
         """Look for a vector that became a square."""

@@ -52,6 +52,7 @@ class OutputActivation(Audit):
     """
 
     code = "output_activation"
+    reads_parts = True
 
     _REORDERED_SUM = 0.02
 

@@ -52,6 +52,7 @@ class StepCosts(Audit):
     """
 
     code = "step_costs"
+    reads_parts = True
 
     AGE = 40
 

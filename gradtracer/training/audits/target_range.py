@@ -40,6 +40,7 @@ class TargetRange(Audit):
     """
 
     code = "target_range"
+    reads_parts = True
 
     SLACK = 0.25
 
