@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gradtracer.control import Candidate, FixRequest, InterventionReply, Reply
 from gradtracer.diagnosis import HEALTHY, UNKNOWN
-from gradtracer.errors import GradtracerError
+from gradtracer.errors import BadParameter, GradtracerError
 from gradtracer.fixes import FIXES
 from gradtracer.records import (
     AutofixPolicy,
@@ -184,7 +184,10 @@ class Autofix:
                     continue
                 parameters = {p.name: p.value for p in suggestion.parameters}
                 for rollback_first in self._ways(suggestion):
-                    plan = Plan.parse(suggestion.fix, parameters, rollback_first)
+                    try:
+                        plan = Plan.parse(suggestion.fix, parameters, rollback_first)
+                    except BadParameter:
+                        continue  # what would mend it lies outside the bounds of the fix
                     option = _Option(hypothesis.code, hypothesis.probability, suggestion, plan)
                     if option.key not in self._tried | {o.key for o in options}:
                         options.append(option)

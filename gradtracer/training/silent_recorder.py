@@ -14,7 +14,7 @@ class SilentRecorder:
     events: Sequence[SemanticEvent] = ()
     num_open_warnings = 0
     disabled_reason: str | None = None
-    audit_head = ""
+    audit_head = None
 
     def add_sample(self, sample: Sample) -> None:
         """Nothing."""
