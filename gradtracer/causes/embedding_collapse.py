@@ -40,7 +40,8 @@ class EmbeddingCollapse(Cause):
         reported by themselves: ln 400 = 6.
 
     Fixes:
-        set_learning_rate, from before the collapse; the loss must change in the source if it comes back.
+        normalize_outputs, with layers drawn anew; set_learning_rate, from before the collapse. The loss must change in
+        the source if it comes back.
 
     References:
         Hermans, Beyer, Leibe 2017, arXiv:1703.07737. Chen & He 2021, arXiv:2011.10566.
@@ -82,6 +83,9 @@ class EmbeddingCollapse(Cause):
             for factor in (10, 30)
             if rate > 0
         ]
+        if first.layer:
+            effect = "Rows begin apart, and at unit length they cannot shrink to one point."
+            fixes.insert(0, fix("normalize_outputs", effect, layer=first.layer, reinitialize=True))
         return Case(
             evidence=found,
             layer=first.layer,

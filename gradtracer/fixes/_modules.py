@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gradtracer.errors import BadParameter
@@ -128,6 +128,40 @@ def rehearse_if_possible(run: LiveRun, num_batches: int) -> bool:
         return run.rehearse(num_batches) > 0
     except BadParameter:
         return False
+
+
+def draw_anew(run: LiveRun, modules: Mapping[str, Any], seed: int, scheme: str = "auto") -> Undo:
+    """Draw the weights of modules anew, by what follows each, and forget their moments.
+
+    Args:
+        run: The live run.
+        modules: By name; those that `gradtracer.training.initialise.can_initialise`.
+        seed: Seed of the random numbers.
+        scheme: See `gradtracer.training.initialise`.
+    """
+    from gradtracer.training.flow import reading_flow
+    from gradtracer.training.initialise import initialise
+
+    with reading_flow(run.model) as flow:
+        seen = scheme == "auto" and rehearse_if_possible(run, 1)
+    undo = keep(run, (t for m in modules.values() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))))
+    generator = seeded(run, seed)
+    for name, module in modules.items():
+        follows = flow.activation.get(name, "none" if seen and name in flow.order else "relu")
+        initialise(module, follows, scheme, generator)
+    forget_moments(run, (p for m in modules.values() for p in m.parameters(recurse=False)))
+    return undo
+
+
+def trained_layers(run: LiveRun, names: str | None = None) -> dict[str, Any]:
+    """Layers whose weights can be drawn anew, by name.
+
+    Raises:
+        BadParameter: If there is none.
+    """
+    from gradtracer.training.initialise import can_initialise
+
+    return choose(run, names, can_initialise, "layer with trained weights of a known kind")
 
 
 def all_of(undos: Sequence[Undo]) -> Undo:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field
 
-from gradtracer.fixes._modules import choose, forget_moments, keep, rehearse_if_possible, seeded
+from gradtracer.fixes._modules import draw_anew, trained_layers
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -69,34 +68,12 @@ class ReinitializeLayer(Fix[ReinitializeLayerParameters]):
         """The layers, and the norms of the weights that would go."""
         return [
             Change(target=name, old=f"norm {_norm(module):.4g}", new=f"drawn anew ({parameters.scheme})")
-            for name, module in _chosen(run, parameters).items()
+            for name, module in trained_layers(run, parameters.layers).items()
         ]
 
     def apply(self, run: LiveRun, parameters: ReinitializeLayerParameters) -> Undo:
         """Draw."""
-        from gradtracer.training.flow import reading_flow
-        from gradtracer.training.initialise import initialise
-
-        chosen = _chosen(run, parameters)
-        with reading_flow(run.model) as flow:
-            seen = parameters.scheme == "auto" and rehearse_if_possible(run, 1)
-        undo = keep(run, _tensors(chosen.values()))
-        generator = seeded(run, parameters.seed)
-        for name, module in chosen.items():
-            follows = flow.activation.get(name, "none" if seen and name in flow.order else "relu")
-            initialise(module, follows, parameters.scheme, generator)
-        forget_moments(run, (p for m in chosen.values() for p in m.parameters(recurse=False)))
-        return undo
-
-
-def _chosen(run: LiveRun, parameters: ReinitializeLayerParameters) -> dict[str, Any]:
-    from gradtracer.training.initialise import can_initialise
-
-    return choose(run, parameters.layers, can_initialise, "layer with trained weights of a known kind")
-
-
-def _tensors(modules: Iterable[Any]) -> list[Any]:
-    return [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        return draw_anew(run, trained_layers(run, parameters.layers), parameters.seed, parameters.scheme)
 
 
 def _norm(module: Any) -> float:

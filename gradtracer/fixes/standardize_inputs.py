@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from gradtracer.errors import BadParameter
-from gradtracer.fixes._modules import ROOT, all_of, choose, choose_one, forget_moments, keep, seeded
+from gradtracer.fixes._modules import ROOT, all_of, choose_one, draw_anew, trained_layers
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -104,7 +104,7 @@ class StandardizeInputs(Fix[StandardizeInputsParameters]):
         handle = module.register_forward_pre_hook(hook)
         undos: list[Undo] = [handle.remove]
         if parameters.reinitialize:
-            undos.append(_draw_anew(run, parameters.seed))
+            undos.append(draw_anew(run, trained_layers(run), parameters.seed))
         return all_of(undos)
 
 
@@ -136,19 +136,3 @@ def _observe(run: LiveRun, module: Any, parameters: StandardizeInputsParameters)
     deviation = rows.std(dim=0)
     deviation = torch.where(deviation > 1e-12 * rows.abs().amax(dim=0), deviation, torch.ones_like(deviation))
     return Standardize(rows.mean(dim=0).float(), deviation.float(), parameters.clip, axes[0])
-
-
-def _draw_anew(run: LiveRun, seed: int) -> Undo:
-    from gradtracer.fixes._modules import rehearse_if_possible
-    from gradtracer.training.flow import reading_flow
-    from gradtracer.training.initialise import can_initialise, initialise
-
-    chosen = choose(run, None, can_initialise, "layer with trained weights")
-    undo = keep(run, (t for m in chosen.values() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))))
-    with reading_flow(run.model) as flow:
-        rehearse_if_possible(run, 1)
-    generator = seeded(run, seed)
-    for name, module in chosen.items():
-        initialise(module, flow.activation.get(name, "none"), "auto", generator)
-    forget_moments(run, (p for m in chosen.values() for p in m.parameters(recurse=False)))
-    return undo

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradtracer.errors import BadParameter, RunRefused
 from gradtracer.fixes import SnapshotInfo, Undo
-from gradtracer.records import Severity, TrialResult
+from gradtracer.records import SemanticEvent, Severity, TrialResult
 from gradtracer.training import statistics
 from gradtracer.training.capture import Capture
 from gradtracer.training.hooks import HOOKS
@@ -292,7 +292,7 @@ class TrainingRun:
         if self._agreed_problem is not None:
             return self._agreed_problem[0]
         self._recorder.flush(1.0)
-        open_problems = [e.step for e in self._recorder.events if e.open and e.severity is not Severity.INFO]
+        open_problems = [_began(e) for e in self._recorder.events if e.open and e.severity is not Severity.INFO]
         return min(open_problems, default=None)
 
     @contextmanager
@@ -336,3 +336,9 @@ class TrainingRun:
         for _, after in reversed(self._guards):
             if after is not None:
                 after(optimizer)
+
+
+def _began(event: SemanticEvent) -> int:
+    """When the trouble began: an event may be told only after it has gone on for some time, and says since when."""
+    since = next((m.value for m in event.evidence if m.name == "first_step"), None)
+    return event.step if since is None else min(event.step, int(since))
