@@ -50,8 +50,8 @@ class Outcome:
     """What came of a training."""
 
     metric: float | None = None
-    """Held-out quality, larger is better; minus the mean loss of the last tenth where the run has no metric. None
-    where it is not finite."""
+    """Held-out quality, larger is better; minus the mean of the finite losses of the last tenth where the run has no
+    metric. None where it is not finite."""
     untrained: float | None = None
     """The metric before the first step, where that can be had."""
     ends_finite: bool = False
@@ -142,7 +142,10 @@ def _trained(
         metric = _measured(program.metric)
     else:
         last = losses[-max(1, program.steps // 10) :]
-        metric = _finite(-statistics.fmean(last)) if last and not error else None
+        finite_losses = [x for x in last if math.isfinite(x)]
+        # A batch that has no loss whatever the weights (CTC without an alignment) says nothing of the training.
+        is_told = not error and 2 * len(finite_losses) >= len(last) > 0
+        metric = -statistics.fmean(finite_losses) if is_told else None
     return Outcome(metric, None, finite and metric is not None, fingerprint, top=top, error=error)
 
 

@@ -64,4 +64,7 @@ class Fp16Overflow(SeenAsFact):
         around = root.layer.rpartition(".")[0] or root.layer
         effect = f"What {around} computes stays within the range of float32."
         damaged = weights_are_damaged(series, root.step)
-        return (fix("keep_in_fp32", effect, rollback_first=damaged, layer=around),)
+        return (
+            fix("keep_in_fp32", effect, rollback_first=damaged, layer=around),
+            fix("standardize_inputs", "What comes in is of a size that leaves room.", rollback_first=damaged),
+        )

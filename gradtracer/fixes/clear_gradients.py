@@ -37,6 +37,8 @@ class ClearGradients(Fix[FixParameters]):
     title = "Clear gradients after each update"
     safety = Safety.GUARDED
     standing = True
+    shows_in_loss = False
+    loss_may_rise = True
     works_sharded = True
     mends = ("gradient_accumulation", "zero_grad_missing")
 

@@ -35,10 +35,13 @@ log = logging.getLogger("gradtracer")
 REQUESTER = "policy"
 PROTECTION = "skip_nonfinite_step"
 """In force from the first step on under every policy but `off`: it touches no update with a finite gradient."""
-TRIAL_STEPS = 16
+TRIAL_STEPS, LONG_TRIAL_STEPS = 16, 64
+"""The longer one where the cause is sure and the shorter one speaks for nothing: to start again from a snapshot takes
+longer to pay."""
 _MIN_PROBABILITY = 0.5
 """A cause is acted on where it is more probable than all others together."""
 _MIN_ALTERNATIVE = 0.15
+_SURE = 0.9
 _MAX_CANDIDATES = 6
 _FIRST_PATIENCE, _MAX_PATIENCE = 2, 500
 """Steps to the next diagnosis where one led to nothing: doubled each time, since it costs up to a second."""
@@ -95,6 +98,7 @@ class Autofix:
         self._options: list[_Option] = []
         self._pending: Future[Reply] | None = None
         self._asked_for_trial = False
+        self._is_long = False
         self._watched: str | None = None
         self._is_protected = False
         self._tried: set[tuple[object, ...]] = set()
@@ -150,18 +154,25 @@ class Autofix:
         if not self._options:
             self._wait(step)
             return
+        self._is_long = False
         if self._is_damaged():
             # A trial from a state that is not finite would only cost steps.
             self._options.sort(key=lambda o: not (o.rollback_first or o.suggestion.fix == "rollback"))
             self._apply(self._options[0])
             return
         first, *others = self._options
+        if first.probability >= _SURE and not first.plan.fix.shows_in_loss:
+            self._apply(first)  # a trial could not speak for it, and every step that it waits is lost
+            return
+        self._try(first, others, TRIAL_STEPS)
+
+    def _try(self, first: _Option, others: Sequence[_Option], num_steps: int) -> None:
         self._ask(
             FixRequest(
                 **first.candidate.model_dump(),
                 mode="trial",
                 alternatives=tuple(o.candidate for o in others),
-                trial_steps=TRIAL_STEPS,
+                trial_steps=num_steps,
                 requester=REQUESTER,
                 reason=_reason(first),
             )
@@ -196,7 +207,9 @@ class Autofix:
     def _ways(self, suggestion: FixSuggestion) -> tuple[bool, ...]:
         """Going on from the weights as they are, and from those before the trouble: a trial tells which is better."""
         fix = FIXES[suggestion.fix]
-        if suggestion.fix == "rollback" or not fix.shows_in_loss or not self._can_roll_back():
+        if not self._can_roll_back():
+            return (False,)
+        if suggestion.fix == "rollback" or not fix.shows_in_loss:
             return (suggestion.rollback_first,)
         return (suggestion.rollback_first, not suggestion.rollback_first)
 
@@ -236,7 +249,6 @@ class Autofix:
             return
         verdicts = {_key_of(b): b for b in tried.trial.branches[1:]}
         found = [(o, verdicts[o.key]) for o in self._options if o.key in verdicts]
-        self._tried.update(o.key for o, b in found if b.verdict in ("worse", "failed"))
         for cause in dict.fromkeys(o.cause for o, _ in found):
             better = [(b.difference if b.difference is not None else -float("inf"), i, o)
                       for i, (o, b) in enumerate(found) if o.cause == cause and b.verdict == "better"]  # fmt: skip
@@ -248,9 +260,15 @@ class Autofix:
             for o, b in found
             if b.verdict == "no_difference" and not o.plan.fix.shows_in_loss and o.probability >= _MIN_PROBABILITY
         ]
+        promising = [o for o, b in found if b.verdict != "failed" and o.plan.fix.shows_in_loss]
         if harmless:
             self._apply(harmless[0])
+        elif not self._is_long and promising and promising[0].probability >= _SURE:
+            self._is_long = True
+            self._options = [o for o in promising if o.cause == promising[0].cause]
+            self._try(self._options[0], self._options[1:], LONG_TRIAL_STEPS)
         else:
+            self._tried.update(o.key for o, b in found if b.verdict in ("worse", "failed"))
             self._wait(step)
 
     def _apply(self, option: _Option) -> None:

@@ -165,6 +165,7 @@ class Capture:
         self._loss_fn = loss_fn
         self._set_audits([audit for audit in audits if audit.reads_parts or not self.is_sharded])
         self._found: set[tuple[str, str | None]] = set()
+        self._has_news = False
         self._last_audited = -1
         self._watched = {} if is_compiled(model) else watched_modules(model)
         self.activations = ActivationCapture(self._watched, model, self._on_forward)
@@ -202,6 +203,11 @@ class Capture:
     def is_due(self, step: int) -> bool:
         """Whether the step is one of those that are sampled, as far as is known now."""
         return self._schedule.is_due(step)
+
+    def takes_news(self) -> bool:
+        """Whether an audit has found something since this was last asked."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def note_intervention(self) -> None:
         """A fix has changed weights or the optimizer's state."""
@@ -396,6 +402,7 @@ class Capture:
             for found in findings:
                 if (found.code, found.layer) not in self._found:
                     self._found.add((found.code, found.layer))
+                    self._has_news = True
                     self._sink.add_observation(found)
 
     def _context(self, now: OpenStep, sampled: bool) -> AuditContext:

@@ -314,7 +314,7 @@ class Controller:
         elif healthy and not self._joint and not self._ranks.lost and self._snapshots.is_due(_SAVE_TOGETHER_S):
             self._joint.append(JointAction(kind="save"))
         if self.policy.mode is not PolicyMode.OFF:
-            if self._capture.is_due(step):
+            if self._capture.is_due(step) or self._capture.takes_news():
                 self._recorder.flush(1.0)
             self._autofix.at_boundary(step, self.policy)
         if self._ranks is not None and not self._act_jointly(self._ranks, step):

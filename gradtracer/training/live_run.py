@@ -26,6 +26,9 @@ from gradtracer.training.trial import Plan, Trial
 
 T = TypeVar("T")
 
+_FIRST_STEPS = 10
+"""A rule needs some steps to tell that something is wrong with a run's start."""
+
 _REPLAY_BATCHES = 200
 """What the user's `replay` can be asked for: a trial of the most steps has as many."""
 
@@ -188,6 +191,11 @@ class TrainingRun:
                 "a trial needs whole parameters, and those of this model are sharded over the ranks (fully_shard); "
                 "mode=apply saves a snapshot and watches"
             )
+        if not self.replays and not any(tape.has_update for tape in self.collector.tapes) and self.collector.tapes:
+            raise BadParameter(
+                "in none of the recorded steps did an optimizer step (a gradient scaler skips those whose gradient is "
+                "not finite), so a trial would train nothing; mode=apply watches"
+            )
         self.missing_parameters()  # from now on they belong to the state that the trial puts back
         rehearsal = self.rehearsal
         mean: Callable[[Sequence[float]], list[float]] = list
@@ -212,8 +220,13 @@ class TrainingRun:
         return undo
 
     def snapshot_before_trouble(self) -> SnapshotInfo | None:
-        """The newest healthy snapshot from before the first open problem; None where there is none."""
+        """The newest healthy snapshot from before the first open problem; None where there is none.
+
+        Of a run that is in trouble within its first steps it is the start: the first symptoms come after the damage.
+        """
         trouble = self.first_open_problem_step()
+        if trouble is not None and trouble < _FIRST_STEPS:
+            trouble = 0
         healthy = [s for s in self.snapshots() if s.healthy and (trouble is None or s.step < trouble)]
         return healthy[-1] if healthy else None
 

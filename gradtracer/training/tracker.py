@@ -352,6 +352,7 @@ class FlowTracker:
         """See `gradtracer.training.hooks.TrainingListener`."""
         if self._run.is_rehearsing:
             return
+        self._save_start()
         recorder = self._run.collector.recorder
         recorder.on_backward(loss, unscaled)
         with recorder.aside():
@@ -370,9 +371,7 @@ class FlowTracker:
         if self._run.is_rehearsing:
             self._run.run_guards(optimizer)
             return
-        if not self._has_start:
-            self._has_start = True
-            self._snapshots.take_start()
+        self._save_start()
         self._run.collector.recorder.on_update(optimizer, has_closure)
         self._capture.on_update(optimizer, has_closure)
 
@@ -387,6 +386,11 @@ class FlowTracker:
             self._capture.on_updated(optimizer, has_closure)
 
     # ------------------------------------------------------------------ inside
+
+    def _save_start(self) -> None:
+        if not self._has_start:
+            self._has_start = True
+            self._snapshots.take_start()
 
     @_harmless
     def _mark(self, loss: float | Tensor | None) -> None:

@@ -32,8 +32,10 @@ MAX_TRIAL_S = 60.0
 """How long the training may stand still for a trial."""
 _SIGNIFICANT_ERRORS = 2.0
 _SIGNIFICANT_SHARE = 0.01
+_CLEAR_ERRORS, _CLEAR_SHARE = 4.0, 0.002
 """A difference counts if it is 2 standard errors (over batches) away from zero and 1 % of the control's loss: with few
-batches the error itself is uncertain, and less than 1 % within some steps is nothing to act on."""
+batches the error itself is uncertain, and less than 1 % within some steps is seldom anything to act on. It counts too
+if it is 4 errors away and 0.2 %: where every batch says the same, a small step in the right direction is one."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,10 @@ def _verdict(
     if difference is None:
         return "better", "its loss is finite at the end, that of the control is not"
     size = abs(statistics.fmean(control.final))
-    if abs(difference) <= max(_SIGNIFICANT_ERRORS * (error or 0.0), _SIGNIFICANT_SHARE * size):
+    errors = error or 0.0
+    is_large = abs(difference) > max(_SIGNIFICANT_ERRORS * errors, _SIGNIFICANT_SHARE * size)
+    is_clear = error is not None and abs(difference) > max(_CLEAR_ERRORS * errors, _CLEAR_SHARE * size)
+    if not is_large and not is_clear:
         return "no_difference", ""
     if difference > 0 and branch.plan.fix.loss_may_rise:
         return "no_difference", "its loss is higher, as it may be: what it mends is not in the loss"
