@@ -64,14 +64,11 @@ class LearningRateTooLow(Cause):
         fixes = ()
         if rate > 0 and ratio > 0:
             factor = min(self.TARGET_RATIO / ratio, self.LARGEST_FACTOR)
+            rates = [rounded(min(rate * f, max(self.LARGEST_RATE, rate))) for f in (factor, factor / 10) if f > 1]
+            effect = "The largest update ratio comes to about {:.0e}, and the loss begins to fall."
             fixes = tuple(
-                fix(
-                    "set_learning_rate",
-                    f"The largest update ratio comes to about {ratio * f:.0e}, and the loss begins to fall.",
-                    learning_rate=rounded(min(rate * f, max(self.LARGEST_RATE, rate))),
-                )
-                for f in (factor, factor / 10)
-                if f > 1
+                fix("set_learning_rate", effect.format(ratio * new / rate), learning_rate=new)
+                for new in dict.fromkeys(rates)
             )
         return Case(
             evidence=found,

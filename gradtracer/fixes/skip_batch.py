@@ -18,8 +18,8 @@ from gradtracer.records import Change, Safety
 
 _NUM_TOLD = 50
 _LEAST_NORMS = 10
-_LEAST_DEVIATION = 0.05
-"""Of the logarithm: norms that agree within 5 % make none that differs by a little more stand out."""
+_LEAST_DEVIATION = 0.25
+"""Of the logarithm: gradient norms of healthy batches differ by a quarter and more, also where the last few agree."""
 
 
 class SkipBatchParameters(FixParameters):
@@ -48,7 +48,7 @@ class SkipBatch(Fix[SkipBatchParameters]):
         goes on as if nothing had been.
 
     Definition:
-        An update is skipped if ``log ||g|| - median > max_deviations * max(MAD, 0.05)``, median and median absolute
+        An update is skipped if ``log ||g|| - median > max_deviations * max(MAD, 0.25)``, median and median absolute
         deviation (times 1.4826) taken over the logarithms of the last `window` norms, skipped ones included, so that a
         norm that has risen for good is let through after half a window; and if ``||g||`` is not finite. Nothing else is
         skipped before 10 norms are known.

@@ -152,4 +152,7 @@ class Intervention(Document):
     snapshot: Name | None = Field(default=None, description="Snapshot taken before it.")
     rolled_back_to: Name | None = Field(default=None, description="Snapshot restored before the fix was applied.")
     trial: TrialResult | None = Field(default=None, description="The trial, where one was run.")
+    report: Text = Field(
+        default="", description="What it has done since it was applied, where it tells: which steps were left out."
+    )
     outcome: Text = Field(default="", description="How it ended, in one sentence.")

@@ -32,7 +32,7 @@ from gradtracer.control import (
     TrainingRequest,
 )
 from gradtracer.errors import BadParameter, GradtracerError, RunNotLive, RunRefused, UnknownIntervention
-from gradtracer.fixes import Undo
+from gradtracer.fixes import ReportingUndo, Undo
 from gradtracer.records import (
     AutofixPolicy,
     CaptureNotice,
@@ -61,6 +61,8 @@ from gradtracer.training.watch import Watch
 log = logging.getLogger("gradtracer")
 
 _LOSSES_BEFORE = 50
+_REPORT_STEPS = 10
+"""What fixes in force tell of themselves is put on record every so many steps."""
 _MAX_BATCHES = 32
 """Steps recorded for a trial at most; a longer one sees them again."""
 _BATCHES_LAST_STEPS = 100
@@ -359,6 +361,8 @@ class Controller:
             waiting = list(self._queue)
             self._queue.clear()
             self._wake.notify_all()
+        for active in self._active.values():
+            self._note_report(active)
         for queued in waiting:
             self._put(_ended(queued.intervention, InterventionState.REFUSED, None, reason))
             queued.future.set_exception(RunNotLive(reason))
@@ -595,6 +599,7 @@ class Controller:
         if active is None:
             state = self._interventions[request.intervention_id].state.value
             raise RunRefused(f"{request.intervention_id} is {state}: there is nothing to take back")
+        self._note_report(active)
         active.undo()
         del self._active[request.intervention_id]
         self._put(
@@ -643,9 +648,12 @@ class Controller:
         for active in list(self._active.values()):
             applied = active.intervention.applied_step
             assert applied is not None
-            if active.watch is None or step < applied + active.watch.num_steps:
+            watch = active.watch if active.watch and step >= applied + active.watch.num_steps else None
+            if watch is not None or step % _REPORT_STEPS == 0:
+                self._note_report(active)
+            if watch is None:
                 continue
-            watch, active.watch = active.watch, None
+            active.watch = None
             after = [x for s, x in self._capture.recent_losses if s > applied]
             finite = [x for x in after if x < float("inf")]
             median = statistics.median(finite) if finite else None
@@ -659,6 +667,12 @@ class Controller:
                 self._take_back(watched, step, verdict)
             else:
                 self._joint.append(JointAction(kind="take_back", intervention=watched, verdict=verdict))
+
+    def _note_report(self, active: _Active) -> None:
+        """Put on record what a fix in force tells of itself, where that is news."""
+        if isinstance(active.undo, ReportingUndo) and (told := active.undo.report()) != active.intervention.report:
+            active.intervention = active.intervention.model_copy(update={"report": told})
+            self._put(active.intervention)
 
     def _take_back(self, watched: Intervention, step: int, verdict: str) -> str:
         """Undo what made things worse; why that failed, empty where it did not."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from gradtracer.diagnosis import diagnose
-from gradtracer.records import NonFiniteOrigin
+from gradtracer.records import NonFiniteOrigin, OptimizerDescription
 from tests.causes.fabricate import INF, calm, event, fixes, sample, series
 
 CODE = "learning_rate_too_high"
@@ -16,7 +16,8 @@ def test_a_rate_that_is_too_high_from_the_start_is_lowered_so_that_updates_come_
     first, *_ = diagnose(run)
     assert (first.code, first.layer, first.onset_step) == (CODE, None, 0)
     assert first.probability > 0.9
-    assert fixes(first) == [("set_learning_rate", {"learning_rate": 0.0005})]
+    assert fixes(first) == [("set_learning_rate", {"learning_rate": r}) for r in (0.0005, 5e-5, 0.005)]
+    assert all(f.rollback_first for f in first.fixes)
     assert first.causal_chain == ("e0-update_ratio_too_high", "e2-divergence")
 
 
@@ -25,13 +26,23 @@ def test_after_a_jump_the_run_is_rolled_back_and_the_rate_before_it_is_restored(
     run = series(calm(50) + damaged, overshoot(50), event("divergence", 51))
     first, *_ = diagnose(run)
     assert (first.code, first.onset_step) == (CODE, 50)
-    assert fixes(first) == [("rollback", {}), ("set_learning_rate", {"learning_rate": 0.1})]
+    assert fixes(first) == [("set_learning_rate", {"learning_rate": r}) for r in (0.1, 0.033, 0.01)]
+    assert all(f.rollback_first for f in first.fixes)
     assert any("from 0.1 to 30" in e.statement for e in first.evidence_for)
 
 
 def test_weights_that_are_not_damaged_need_no_rollback() -> None:
     run = series(calm(50) + calm(30, rate=30.0, first=50), overshoot(50))
-    assert fixes(diagnose(run)[0]) == [("set_learning_rate", {"learning_rate": 0.1})]
+    first, *_ = diagnose(run)
+    assert fixes(first)[0] == ("set_learning_rate", {"learning_rate": 0.1})
+    assert not any(f.rollback_first for f in first.fixes)
+
+
+def test_under_plain_gradients_the_rate_is_lowered_to_a_quarter_of_what_is_stable() -> None:
+    sgd = OptimizerDescription(step=0, type="SGD", groups=(), missing=(), num_foreign=0)
+    thrown = event("update_ratio_too_high", 0, update_ratio=4.0, predicted_relative_loss_change=50.0)
+    run = series(calm(3, rate=3.0) + calm(20, rate=3.0, loss=1e6, falling=False, first=3), thrown, observations=[sgd])
+    assert fixes(diagnose(run)[0]) == [("set_learning_rate", {"learning_rate": r}) for r in (0.06, 0.0075)]
 
 
 def test_a_restart_to_a_rate_that_the_run_has_trained_at_is_no_jump() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from gradtracer.diagnosis import diagnose
-from tests.causes.fabricate import calm, event, optimizer, series
+from tests.causes.fabricate import calm, event, fixes, optimizer, series
 from tests.detectors.streams import model
 
 CODE = "missing_optimizer_params"
@@ -22,7 +22,7 @@ def test_the_layers_that_no_optimizer_holds_are_named_in_forward_order_with_what
     first, *_ = diagnose(run)
     assert (first.code, first.layer, first.affected_layers, first.onset_step) == (CODE, "neck", ("neck", "head"), 0)
     assert first.probability > 0.95
-    assert first.fixes == ()
+    assert fixes(first) == [("add_missing_parameters", {})]
     assert "Adam(model.parameters()" in first.advice
     assert any("have not changed" in e.statement for e in first.evidence_for)
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gradtracer.diagnosis import diagnose
-from gradtracer.records import NonFiniteOrigin, Severity
+from gradtracer.records import Intervention, InterventionState, NonFiniteOrigin, Severity
 from gradtracer.samples import Sample
 from tests.causes.fabricate import INF, calm, event, fixes, sample, series
 from tests.detectors.streams import model
@@ -36,12 +38,25 @@ def test_a_batch_seen_to_be_non_finite_is_the_cause_and_the_first_layer_received
     first, *_ = diagnose(run)
     assert (first.code, first.layer, first.onset_step) == (CODE, "fc1", 40)
     assert first.probability > 0.99
-    assert fixes(first) == [("rollback", {}), ("skip_nonfinite_step", {})]
+    assert fixes(first) == [("impute_inputs", {"layer": "fc1"}), ("skip_nonfinite_step", {})]
+    assert all(f.rollback_first for f in first.fixes)
 
 
-def test_while_the_weights_are_finite_skipping_is_enough() -> None:
+def test_after_one_bad_batch_skipping_comes_first_and_without_it_the_weights_are_lost() -> None:
     run = series(calm(40) + broken(40, 1, weights=False), at(40, "data"), observations=found(40, "data"))
-    assert fixes(diagnose(run)[0]) == [("skip_nonfinite_step", {})]
+    first, *_ = diagnose(run)
+    assert fixes(first) == [("skip_nonfinite_step", {}), ("impute_inputs", {"layer": "fc1"})]
+    assert all(f.rollback_first for f in first.fixes)  # the update of this batch has just been made
+
+
+def test_where_such_steps_are_skipped_the_weights_are_sound() -> None:
+    run = series(calm(40) + broken(40, 1, weights=False), at(40, "data"), observations=found(40, "data"))
+    skipping = Intervention(
+        id="i1", run_id="r", fix="skip_nonfinite_step", mode="apply", requester="policy",
+        state=InterventionState.APPLIED, requested_at_s=0.0, applied_step=0,
+    )  # fmt: skip
+    first, *_ = diagnose(replace(run, interventions=(skipping,)))
+    assert not any(f.rollback_first for f in first.fixes)
 
 
 @pytest.mark.parametrize("where", ["loss", "backward", "forward", "weight"])

@@ -115,6 +115,17 @@ def test_a_non_finite_update_is_left_out_whole_and_the_users_gradient_comes_back
         assert not torch.equal(before[0], next(training.model.parameters()))
 
 
+def test_what_a_fix_in_force_has_done_is_on_record(training: Training) -> None:
+    with FlowTracker(training.model, training.optimizer) as tracker:
+        train(training, tracker, 2)
+        applied = fix(training, tracker, "skip_batch", num_updates=3)
+        first = applied.applied_step
+        assert first is not None
+        train(training, tracker, 12)
+        steps = ", ".join(str(first + k) for k in (1, 2, 3))
+        assert _journal(tracker)[applied.id].report == f"left out the updates of steps {steps}"
+
+
 def test_rollback_restores_the_snapshot_and_its_undo_the_state_before_it(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 5)
