@@ -43,7 +43,7 @@ from gradtracer.records import (
 )
 from gradtracer.report import build_report, to_text
 from gradtracer.series import Series
-from gradtracer.training.audits import Audit, all_audits
+from gradtracer.training.audits import all_audits
 from gradtracer.training.capture import Capture, is_compiled
 from gradtracer.training.control_server import ControlServer
 from gradtracer.training.controller import Controller, TrainingStopped
@@ -165,12 +165,11 @@ class FlowTracker:
         self._schedule = Schedule(track_interval)
         self.run_id, self.directory = "", Path()
         self._recorder: Recorder | SilentRecorder = SilentRecorder()
-        audits: list[Audit] = []
+        audits = all_audits()  # on every rank: some fixes need what an audit has seen
         name = clean_name(run_name or Path(sys.argv[0]).stem or "run")
         if self._is_main_rank:
             self.run_id, self.directory = new_run_directory(home_directory(home), name)
             self._recorder = Recorder(self.directory, all_detectors(), on_event=self._on_event)
-            audits = all_audits()
         else:  # It acts as the main rank does; journal and socket are there. What it saves for a while is its own.
             self.directory = Path(tempfile.mkdtemp(prefix="gradtracer-"))
         if self._ranks is not None:

@@ -545,6 +545,26 @@ def test_a_replica_whose_weights_were_changed_is_named(tmp_path: Path) -> None:
     assert causes == ["ddp_desync"]
 
 
+def _mended(rank: int, folder: Path) -> Any:
+    training = Distributed(rank, "ddp")
+    with FlowTracker(training.model, training.optimizer) as tracker:
+        training.train(4, tracker)
+        if rank == 1:
+            with torch.no_grad():
+                training.plain[2].weight[0, 0] += 1e-3  # type: ignore[index]
+        before = training.weights()
+        reply = ask(training, tracker, request("broadcast_parameters"))
+        assert not tracker.broken_reason, tracker.broken_reason
+        return reply, before, training.weights()
+
+
+def test_replicas_that_differ_are_made_equal_by_broadcast_parameters(tmp_path: Path) -> None:
+    first, second = launch(_mended, tmp_path)
+    assert done(first[0]).state.value == "applied"
+    assert not same(first[1], second[1])
+    assert same(first[2], second[2])
+
+
 def test_a_model_that_was_never_wrapped_is_named(tmp_path: Path) -> None:
     found, causes = launch(_replicas, tmp_path, "none", "", 400)[0]
     assert len(found) == 1
