@@ -25,6 +25,7 @@ from gradtracer.records import (
 )
 from gradtracer.samples import Layout, Sample
 from tests import runs
+from tests.families import family
 
 
 def event(number: int, *, layer: str | None = "fc1", severity: Severity = Severity.WARNING) -> SemanticEvent:
@@ -308,7 +309,10 @@ def test_a_file_that_is_no_database_is_corrupt(tmp_path: Path) -> None:
     [("events", "document"), ("observations", "document"), ("interventions", "document"), ("layouts", "columns"),
      ("blocks", "steps"), ("blocks", "times"), ("blocks", "numbers"), ("tables", "numbers"), ("tables", "layout")],
 )  # fmt: skip
-@pytest.mark.parametrize("garbage", ["{", "", "null", '{"kind":"model"}', b"\xff\x00", 7, 1.5, "[" * 100_000, "\x00"])
+@pytest.mark.parametrize(
+    "garbage",
+    family(["{", "", "null", '{"kind":"model"}', b"\xff\x00", 7, 1.5, "[" * 100_000, "\x00"], "{", b"\xff\x00"),
+)
 def test_garbage_in_any_column_is_corrupt(tmp_path: Path, table: str, column: str, garbage: object) -> None:
     write_run(tmp_path, 30)
     edit(tmp_path, f"UPDATE {table} SET {column} = ?", garbage)

@@ -1,7 +1,7 @@
-"""The scripted agent: it waits, asks, previews, applies, watches and reports, by MCP tool calls alone.
+"""The scripted agent: it waits, asks, previews, tries, applies, watches and reports, by MCP tool calls alone.
 
-It knows nothing of the fault. Which fix with which parameters is what `explain_failure` suggests, whether it worked is
-what the recorded loss says, and where one suggestion did not bring the loss back it tries the next.
+It knows nothing of the fault. Which fixes with which parameters may help is what `explain_failure` suggests, which of
+them does is what a trial on a fork of the run shows, and whether it worked is what the recorded loss says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,28 +28,34 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from gradtracer import schemas
-from gradtracer.cli import sparkline
+from gradtracer.control import MAX_ALTERNATIVES, Candidate
+from gradtracer.curves import sparkline
 from gradtracer.demo.clients import snippets
 from gradtracer.errors import GradtracerError, InvalidDocument, UsageError
 from gradtracer.home import HOME_VARIABLE
 from gradtracer.records import (
     CausalHypothesis,
     Diagnosis,
-    FixSuggestion,
     Intervention,
     InterventionState,
     MetricsAnswer,
+    ParameterValue,
     ReportAnswer,
     RunList,
     RunState,
     RunStatus,
+    TrialBranch,
+    TrialResult,
     WaitAnswer,
 )
+from gradtracer.report import called, trial_rows
 
 MENDED, UNMENDED = "digits", "digits-without-agent"
 GOOD_ACCURACY, BAD_ACCURACY = 0.9, 0.5
-# Steps by which a fix is judged: at the demo's pace half a second, and long enough that one batch does not decide.
+# The last steps by which a fix is judged: enough that one batch does not decide.
 NUM_JUDGED = 40
+# The run's own watch of a fix is over after 100 steps at most.
+NUM_WATCHED = 110
 DEADLINE_S = 120.0
 
 
@@ -101,7 +107,7 @@ class Conversation:
         called = time.monotonic()
         if show:
             # Every call names the run; once is enough to read.
-            shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items() if name != "run_id")
+            shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items() if name != "run_id")
             call = Text.assemble((tool, "bold cyan"), f"({shown})")
             self._line(Text(f"{called - self._started:5.1f} s", "dim"), call)
         result = await self._client.call_tool(tool, arguments)
@@ -116,12 +122,26 @@ class Conversation:
         """Print the gist of the last answer."""
         self._line(Text("↳", "dim"), text)
 
+    def trial(self, trial: TrialResult) -> None:
+        """Print the branches of a trial, a line each."""
+        table = Table.grid(padding=(0, 2, 0, 0))
+        losses = [loss for branch in trial.branches for loss in branch.losses]
+        for branch, (name, verdict, loss, *_) in zip(trial.branches, trial_rows(trial), strict=True):
+            colour = {"better": "green", "worse": "red", "failed": "red"}.get(branch.verdict, "")
+            verdict = "" if branch.verdict == "control" else verdict
+            curve = sparkline(branch.losses, 10, among=losses)
+            table.add_row(
+                Text(curve, "cyan"), loss, Text(verdict, colour), Text(": ".join(filter(None, (name, branch.note))))
+            )
+        self.answer(f"loss over {trial.num_steps} steps; the training stood still for {trial.seconds:.1f} s")
+        self._line("", table)
+
     def think(self, text: str) -> None:
         """Print what the agent makes of it."""
         self._console.print()
         self._line("", Text(text, "italic"))
 
-    def _line(self, left: str | Text, right: str | Text) -> None:
+    def _line(self, left: str | Text, right: str | Text | Table) -> None:
         grid = Table.grid(Column(width=8, justify="right"), Column(), padding=(0, 1))
         # A str would be read as markup, and the right side holds what came from the run.
         grid.add_row(left, Text(right) if isinstance(right, str) else right)
@@ -229,18 +249,29 @@ class Agent:
             self._talk.think("No cause that a fix would mend yet: keep watching.")
 
     async def mend(self, cause: CausalHypothesis) -> list[Intervention]:
-        """Try the suggested fixes, best first, until the loss is back where it was.
+        """Try what is suggested on a fork of the run, and apply what helps there, best first, until the loss is back.
 
         Raises:
-            DemoFailed: If none brings it back.
+            DemoFailed: If nothing brings it back.
         """
+        candidates = _candidates(cause)
+        first = candidates[0]
+        self._talk.think(f"{first.fix} may mend it. First only look at what it would change.")
+        await self._autofix(first, "dry_run", "what would it change?")
+        self._talk.think("Which suggestion helps, and from which weights? Try all, each on a fork of the run.")
         done: list[Intervention] = []
-        for suggestion in cause.fixes:
-            done.append(await self._apply(suggestion, cause))
+        for branch in await self._try_out(candidates):
+            best = Candidate(
+                fix=branch.fix,
+                parameters={p.name: p.value for p in branch.parameters if p.value is not None},
+                rollback_first=branch.rollback_first,
+            )
+            self._talk.think("That one helps: do it.")
+            done.append(await self._apply(best, cause))
             if await self._recovered(cause, done[0], done[-1]):
                 return done
-            self._talk.think("The loss has not come back: try the next suggestion.")
-        raise DemoFailed(f"none of {', '.join(fix.fix for fix in cause.fixes)} brought the loss back")
+            self._talk.think("The loss has not come back: take the next one.")
+        raise DemoFailed(f"nothing of {', '.join(_name(c) for c in candidates)} brought the loss back")
 
     async def report(self) -> tuple[bool, bool]:
         """Fetch the report as JSON and as XML; whether each is valid."""
@@ -257,37 +288,46 @@ class Agent:
         self._talk.answer(f"{len(text):,} characters of {form.upper()}: a valid {type(document).__name__}")
         return True
 
-    async def _apply(self, suggestion: FixSuggestion, cause: CausalHypothesis) -> Intervention:
-        parameters = {p.name: p.value for p in suggestion.parameters}
-        self._talk.think(f"{suggestion.fix} may mend it. First only look at what it would change.")
-        await self._autofix(suggestion.fix, parameters, "dry_run", "what would it change?")
-        self._talk.think("Do it.")
-        applied = await self._autofix(suggestion.fix, parameters, "apply", cause.title)
-        while applied.state is InterventionState.PENDING:
-            await anyio.sleep(0.5)
-            answer = await self._talk.call("get_intervention", run_id=self.run_id, intervention_id=applied.id)
-            applied = Intervention.model_validate(answer)
+    async def _try_out(self, candidates: Sequence[Candidate]) -> list[TrialBranch]:
+        """The branches that were better than the untouched one, best first."""
+        tried = await self._autofix(candidates[0], "trial", "which one helps?", alternatives=candidates[1:])
+        if tried.trial is None:
+            raise DemoFailed(f"nothing could be tried: {tried.outcome}")
+        return [branch for branch in tried.trial.branches if branch.verdict == "better"]
+
+    async def _apply(self, best: Candidate, cause: CausalHypothesis) -> Intervention:
+        applied = await self._autofix(best, "apply", cause.title)
         if applied.applied_step is None:
-            raise DemoFailed(f"{suggestion.fix} was not applied: {applied.outcome}")
+            raise DemoFailed(f"{_name(best)} was not applied: {applied.outcome}")
         return applied
 
-    async def _autofix(self, fix: str, parameters: Mapping[str, object], mode: str, reason: str) -> Intervention:
-        answer = await self._talk.call(
-            "apply_autofix", run_id=self.run_id, fix=fix, parameters=parameters, mode=mode, reason=reason
-        )
-        intervention = Intervention.model_validate(answer)
+    async def _autofix(
+        self, candidate: Candidate, mode: str, reason: str, *, alternatives: Sequence[Candidate] = ()
+    ) -> Intervention:
+        """Ask for a fix, and wait until it is done."""
+        arguments: dict[str, Any] = {"mode": mode, **candidate.model_dump(exclude_defaults=True), "reason": reason}
+        if alternatives:
+            arguments["alternatives"] = [other.model_dump() for other in alternatives]
+        answer = await self._talk.call("apply_autofix", run_id=self.run_id, **arguments)
+        while (intervention := Intervention.model_validate(answer)).state is InterventionState.PENDING:
+            self._trainings.check()
+            await anyio.sleep(0.5)
+            answer = await self._talk.call("get_intervention", run_id=self.run_id, intervention_id=intervention.id)
         step = "" if intervention.applied_step is None else f" at step {intervention.applied_step}"
-        self._talk.answer(f"{intervention.id}: {intervention.state.value}{step}")
+        back = f", on the weights of {intervention.rolled_back_to}" if intervention.rolled_back_to else ""
+        self._talk.answer(f"{intervention.id}: {intervention.state.value}{step}{back}")
         for change in intervention.changes[:4]:
             self._talk.answer(f"{change.target}: {change.old} -> {change.new}")
+        if intervention.trial is not None:
+            self._talk.trial(intervention.trial)
         return intervention
 
     async def _recovered(self, cause: CausalHypothesis, first: Intervention, latest: Intervention) -> bool:
         """Whether the median loss since the fix is nearer to that before the onset than to that before the fix."""
         assert first.applied_step is not None
         assert latest.applied_step is not None
-        self._talk.think("Did it take? Wait for some steps.")
-        await self._wait_for_step(latest.applied_step + NUM_JUDGED)
+        self._talk.think("Did it take? The run watches it for some steps; so do I.")
+        watched = await self._watched(latest)
         onset = first.applied_step if cause.onset_step is None else cause.onset_step
         healthy = statistics.median((await self._losses(max(0, onset - 100), onset - 1)) or [0.0])
         sick = (await self._losses(onset, first.applied_step)) or [float("inf")]
@@ -299,19 +339,31 @@ class Agent:
         self._talk.answer(
             f"median loss {healthy:.3g} before the fault, {statistics.median(sick):.3g} in it, {back:.3g} now"
         )
-        answer = await self._talk.call("get_intervention", run_id=self.run_id, intervention_id=latest.id)
-        intervention = Intervention.model_validate(answer)
-        self._talk.answer(intervention.outcome or intervention.state.value)
-        return back < (healthy + statistics.median(sick)) / 2
+        in_force = watched.state in (InterventionState.APPLIED, InterventionState.KEPT)
+        return in_force and back < (healthy + statistics.median(sick)) / 2
 
-    async def _wait_for_step(self, step: int) -> None:
+    async def _watched(self, applied: Intervention) -> Intervention:
+        """The intervention once the run has judged it, or has had the steps to do so."""
+        assert applied.applied_step is not None
         with anyio.fail_after(DEADLINE_S):
+            show = True
             while True:
                 status = await self._status()
-                if (status.step is not None and status.step >= step) or status.state is not RunState.RUNNING:
-                    return
+                answer = await self._talk.call(
+                    "get_intervention", show=show, run_id=self.run_id, intervention_id=applied.id
+                )
+                intervention = Intervention.model_validate(answer)
+                if show:
+                    self._talk.answer(intervention.outcome)
+                over = status.step is not None and status.step >= applied.applied_step + NUM_WATCHED
+                if intervention.state is not InterventionState.APPLIED or over or status.state is not RunState.RUNNING:
+                    break
                 self._trainings.check()
+                show = False
                 await anyio.sleep(0.5)
+        if intervention.outcome != applied.outcome:
+            self._talk.answer(intervention.outcome)
+        return intervention
 
     async def _losses(self, first: int, last: int | None = None, *, show: bool = False) -> list[float]:
         """Finite losses of steps `first` to `last`."""
@@ -334,6 +386,32 @@ class Agent:
         return RunStatus.model_validate(await self._talk.call("get_run_status", show=False, run_id=self.run_id))
 
 
+def _candidates(cause: CausalHypothesis) -> list[Candidate]:
+    """The suggestions, best first; each is followed by its twin on the other weights, those now or those before."""
+    suggested = [
+        Candidate(fix=s.fix, parameters={p.name: p.value for p in s.parameters}, rollback_first=back)
+        for s in cause.fixes
+        for back in (s.rollback_first, not s.rollback_first)
+    ]
+    return suggested[: 1 + MAX_ALTERNATIVES]
+
+
+def _name(candidate: Candidate) -> str:
+    values = [ParameterValue(name=name, value=value) for name, value in candidate.parameters.items()]
+    return f"{'rollback, then ' if candidate.rollback_first else ''}{called(candidate.fix, values)}"
+
+
+def _done(applied: Intervention) -> str:
+    return f"{'rollback, then ' if applied.rolled_back_to else ''}{called(applied.fix, applied.parameters)}"
+
+
+def _brief(value: object) -> str:
+    """An argument as JSON; a list of objects by its length, since the answer shows them one by one."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"[{len(value)} more]"
+    return json.dumps(value)
+
+
 async def converse(home: Path, console: Console, training_options: Sequence[str]) -> Outcome:
     """Start both trainings and the server, let the agent work, and wait for both accuracies."""
     started = time.monotonic()
@@ -354,7 +432,7 @@ async def converse(home: Path, console: Console, training_options: Sequence[str]
         trainings.stop()
     return Outcome(
         cause=cause.code,
-        fixes=tuple(i.fix for i in applied),
+        fixes=tuple(_done(i) for i in applied),
         accuracy_with=accuracy_with,
         accuracy_without=accuracy_without,
         valid_json=valid_json,

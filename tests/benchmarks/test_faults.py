@@ -79,6 +79,7 @@ def test_scoring_follows_the_rules_of_the_corpus() -> None:
     }
 
 
+@pytest.mark.slow
 def test_cases_of_any_folder_are_loaded_and_their_truth_is_left_to_scoring(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(
         "import torch\n"

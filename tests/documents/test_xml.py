@@ -27,6 +27,7 @@ from gradtracer.records import (
 from gradtracer.schemas import documents as kinds
 from gradtracer.xml import from_xml, to_xml
 from tests.documents.strategies import NASTY, documents
+from tests.families import family
 
 XSD = etree.XMLSchema(etree.fromstring(xml.xsd(kinds().values()).encode()))
 QUICK = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -57,7 +58,7 @@ def intervention(*changes: tuple[ParameterScalar, ParameterScalar], reason: str 
     )
 
 
-@pytest.mark.parametrize("kind", sorted(kinds()))
+@pytest.mark.parametrize("kind", family(sorted(kinds()), "intervention", "layer_stats_answer", "run_list"))
 @given(data=st.data())
 @QUICK
 def test_json_and_xml_and_back_are_exact(kind: str, data: st.DataObject) -> None:

@@ -130,6 +130,7 @@ async def test_names_from_the_program_are_data_and_arrive_as_such(tmp_path: Path
             schemas.validate((await talk.ask("get_report", format=form))["text"])
 
 
+@pytest.mark.slow
 async def test_long_answers_are_cut_and_say_so(tmp_path: Path) -> None:
     layers = tuple(f"encoder.layers.{i}.attention.projection" for i in range(300))
     events = tuple(event(i, i, layer=layers[i]) for i in range(100))

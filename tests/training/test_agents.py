@@ -113,6 +113,7 @@ def test_all_that_is_asked_and_done_is_an_entry_in_order(training: Training) -> 
     assert [e.time_s for e in entries] == sorted(e.time_s for e in entries)
 
 
+@pytest.mark.slow
 def test_what_is_refused_before_it_could_wait_is_an_entry_too(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 3)
@@ -137,6 +138,7 @@ def test_what_is_refused_before_it_could_wait_is_an_entry_too(training: Training
     assert [(p.name, p.value) for p in refused[0].parameters] == [("max_norm", -1.0)]
 
 
+@pytest.mark.slow
 def test_what_the_watch_takes_back_by_itself_is_an_entry() -> None:
     training = mlp(lr=0.05)
     with FlowTracker(training.model, training.optimizer) as tracker:
@@ -202,6 +204,7 @@ def test_what_a_killed_agent_asked_is_done(training: Training) -> None:
         assert status(tracker).pending == 0
 
 
+@pytest.mark.slow
 def test_what_waits_when_the_run_ends_is_refused(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 1)
@@ -267,6 +270,7 @@ def test_the_second_of_two_whose_view_is_old_is_refused_until_it_has_looked(trai
         assert status(tracker).num_changes == 2
 
 
+@pytest.mark.slow
 def test_of_two_that_wait_for_the_same_boundary_only_the_first_is_done(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 3)
@@ -279,6 +283,7 @@ def test_of_two_that_wait_for_the_same_boundary_only_the_first_is_done(training:
         assert "by one, at step" in second.outcome
 
 
+@pytest.mark.slow
 def test_who_made_the_changes_or_never_looked_or_does_not_act_on_a_view_is_not_refused(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 3)
@@ -300,6 +305,7 @@ def test_who_made_the_changes_or_never_looked_or_does_not_act_on_a_view_is_not_r
         assert "clip_grad_norm" not in message
 
 
+@pytest.mark.slow
 def test_what_the_run_took_back_by_itself_must_be_seen_by_the_one_who_asked_for_it() -> None:
     training = mlp(lr=0.05)
     with FlowTracker(training.model, training.optimizer) as tracker:
@@ -311,6 +317,7 @@ def test_what_the_run_took_back_by_itself_must_be_seen_by_the_one_who_asked_for_
         assert f"{applied.id} set_learning_rate was taken back by itself at step" in message
 
 
+@pytest.mark.slow
 def test_a_long_list_of_changes_is_cut_to_the_newest(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 3)
@@ -321,6 +328,7 @@ def test_a_long_list_of_changes_is_cut_to_the_newest(training: Training) -> None
         assert message.count("clip_grad_norm") == 5
 
 
+@pytest.mark.slow
 def test_two_workspaces_see_what_they_read(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 3)

@@ -13,6 +13,7 @@ from torch import nn
 from gradtracer import FlowTracker
 from gradtracer.journal import Journal
 from gradtracer.records import AutofixPolicy, Intervention, InterventionState, PolicyMode
+from tests.families import family
 from tests.training.models import MODELS, Training
 
 
@@ -54,8 +55,8 @@ def test_a_run_that_diverges_is_brought_back_by_its_policy() -> None:
     assert all(i.requester == "policy" and i.reason for i in done)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["off", "safe", "guarded"])
+@pytest.mark.parametrize("name", family(MODELS, "mlp"))
+@pytest.mark.parametrize("policy", family(["off", "safe", "guarded"], "guarded"))
 def test_a_healthy_run_is_bit_for_bit_what_it_is_without_a_policy(name: str, policy: str) -> None:
     plain = MODELS[name]().run(40)
     losses, done = _train(MODELS[name](), 40, policy)

@@ -192,6 +192,7 @@ def test_a_loss_scaled_by_a_grad_scaler_is_recorded_unscaled_and_so_are_the_grad
     assert series.run("grad_norm") == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_evaluation_passes_between_steps_leave_no_trace() -> None:
     runs = []
     for evaluate in (True, False):
@@ -218,6 +219,7 @@ def _without_costs(table: LayerTable) -> np.ndarray:
     return table.values[[i for i, (_, signal) in enumerate(table.layout.columns) if signal not in costs]]
 
 
+@pytest.mark.slow
 def test_closures_sparse_gradients_half_precision_and_shared_weights_are_read() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -295,6 +297,7 @@ def test_two_optimizers_that_take_turns_make_one_step_and_each_layer_keeps_its_o
         assert series.layer(name, "grad_norm")[1] == pytest.approx(norms[name], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_that_no_optimizer_holds_are_named_and_idle_optimizers_are_not_blamed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
@@ -317,6 +320,7 @@ def test_parameters_that_no_optimizer_holds_are_named_and_idle_optimizers_are_no
     assert idle.param_groups
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_told_and_its_gradients_are_still_read() -> None:
     training = mlp()
     compiled = torch.compile(training.model, backend="eager")
@@ -331,6 +335,7 @@ def test_a_compiled_model_is_told_and_its_gradients_are_still_read() -> None:
     assert series.last_observation(ModelDescription) is not None
 
 
+@pytest.mark.slow
 def test_numbers_that_wait_on_a_device_come_out_the_same_as_those_read_at_once() -> None:
     recorded = []
     for waits in (False, True):

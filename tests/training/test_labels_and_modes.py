@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradtracer import FlowTracker
 from gradtracer.records import CausalHypothesis, SemanticEvent, Severity
 from gradtracer.training.audits.labels import dependence
+from tests.families import family
 
 
 @dataclass
@@ -65,6 +66,7 @@ def classifier(num_outputs: int, columns: int = 12) -> nn.Sequential:
     return nn.Sequential(nn.Linear(columns, 24), nn.GELU(), nn.Linear(24, num_outputs))
 
 
+@pytest.mark.slow
 def test_labels_of_other_rows_are_told_from_their_own() -> None:
     x, y = table(0)
     shuffled = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(5))]
@@ -80,6 +82,7 @@ def test_labels_of_other_rows_are_told_from_their_own() -> None:
         assert bool(found.alarms) == (code != "healthy")
 
 
+@pytest.mark.slow
 def test_labels_that_are_shuffled_from_some_step_on_are_dated_to_it() -> None:
     x, y = table(1)
     net = classifier(4)
@@ -95,7 +98,7 @@ def test_labels_that_are_shuffled_from_some_step_on_are_dated_to_it() -> None:
     assert "label_misalignment" in found.codes
 
 
-@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("binary", family([False, True], True))
 def test_constant_labels_are_named_and_pairwise_rankings_are_left_alone(binary: bool) -> None:
     x, y = table(2, num_classes=2)
     net = classifier(1 if binary else 3)
@@ -119,6 +122,7 @@ def test_constant_labels_are_named_and_pairwise_rankings_are_left_alone(binary: 
     assert not train(scorer, ranking, steps=80).alarms
 
 
+@pytest.mark.slow
 def test_contrastive_labels_are_constant_by_construction() -> None:
     x, _ = table(3)
     encoder = classifier(8)
@@ -147,7 +151,7 @@ def test_labels_counted_from_one_are_named() -> None:
         assert train(net, loss).top.code == code
 
 
-@pytest.mark.parametrize("batch", [30, 60])
+@pytest.mark.parametrize("batch", family([30, 60], 30))
 def test_sorted_batches_are_named_and_shuffled_ones_are_not(batch: int) -> None:
     x, y = table(5, num_classes=6)
     order = y.argsort(stable=True)
@@ -164,6 +168,7 @@ def test_sorted_batches_are_named_and_shuffled_ones_are_not(batch: int) -> None:
 
 
 @pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.slow
 def test_a_drowned_class_is_named_and_a_rare_one_that_is_learned_is_not(classes: int) -> None:
     g = torch.Generator().manual_seed(6)
     rare = torch.rand(4000, generator=g) < 0.04
@@ -204,7 +209,7 @@ class Dropping(nn.Module):
         return self.out(h)
 
 
-@pytest.mark.parametrize("how", ["function", "list", "mask", "bernoulli"])
+@pytest.mark.parametrize("how", family(["function", "list", "mask", "bernoulli"], "mask"))
 def test_dropout_that_ignores_evaluation_mode_is_named_with_the_layer_that_feeds_it(how: str) -> None:
     x, y = table(7)
     for faulty in (True, False):
@@ -249,6 +254,7 @@ def test_a_model_that_samples_is_not_called_random_by_mistake() -> None:
     assert not train(net, loss, steps=120, rate=1e-3).alarms
 
 
+@pytest.mark.slow
 def test_training_that_goes_on_in_evaluation_mode_is_dated_to_the_validation() -> None:
     x, y = table(9)
     torch.manual_seed(0)
@@ -266,7 +272,7 @@ def test_training_that_goes_on_in_evaluation_mode_is_dated_to_the_validation() -
     assert found.top.onset_step == 50
 
 
-@pytest.mark.parametrize("momentum", [0.002, 0.1])
+@pytest.mark.parametrize("momentum", family([0.002, 0.1], 0.002))
 def test_running_statistics_that_lag_are_named_and_default_ones_are_not(momentum: float) -> None:
     g = torch.Generator().manual_seed(10)
     x = torch.randn(400, 1, 8, 8, generator=g) * 3 + 20
@@ -316,7 +322,7 @@ class Language(nn.Module):
         return self.head(h)
 
 
-@pytest.mark.parametrize("how", ["gru", "conv", "transformer"])
+@pytest.mark.parametrize("how", family(["gru", "conv", "transformer"], "conv"))
 def test_a_language_model_that_looks_ahead_is_named_with_the_layer_that_does(how: str) -> None:
     text = (torch.arange(3000) * 7 + torch.arange(3000) ** 2 // 5) % 11
     for leaks in (True, False):
@@ -352,6 +358,7 @@ class SequenceAutoencoder(nn.Module):
         return self.head(self.decoder(torch.cat([h, code[:, None].expand(-1, h.shape[1], -1)], 2))[0])
 
 
+@pytest.mark.slow
 def test_an_autoencoder_of_sequences_may_look_ahead() -> None:
     text = (torch.arange(3000) * 7 + torch.arange(3000) ** 2 // 5) % 11
     torch.manual_seed(0)
@@ -364,6 +371,7 @@ def test_an_autoencoder_of_sequences_may_look_ahead() -> None:
     assert not train(net, loss, steps=25).alarms
 
 
+@pytest.mark.slow
 def test_the_target_among_the_features_is_named() -> None:
     g = torch.Generator().manual_seed(11)
     x = torch.randn(500, 6, generator=g)
@@ -380,7 +388,7 @@ def test_the_target_among_the_features_is_named() -> None:
         assert train(net, loss, steps=60).top.code == code
 
 
-@pytest.mark.parametrize("scale", [300.0, 1.0])
+@pytest.mark.parametrize("scale", family([300.0, 1.0], 300.0))
 def test_inputs_in_raw_units_that_blow_up_the_first_steps_are_named(scale: float) -> None:
     g = torch.Generator().manual_seed(12)
     x = torch.randn(500, 6, generator=g)
@@ -399,7 +407,7 @@ def test_inputs_in_raw_units_that_blow_up_the_first_steps_are_named(scale: float
         assert found.top.code == "input_scale"
 
 
-@pytest.mark.parametrize("kept", ["loss", "hidden", None])
+@pytest.mark.parametrize("kept", family(["loss", "hidden", None], "loss"))
 def test_graphs_that_nobody_lets_go_are_named(kept: str | None) -> None:
     x, y = table(13)
     net = classifier(4)

@@ -13,6 +13,7 @@ import torch.optim.optimizer as optimizer_hooks
 from torch import nn
 
 from gradtracer import FlowTracker
+from tests.families import family
 from tests.training.models import MODELS
 
 STEPS = 60
@@ -38,7 +39,7 @@ def _outcome(name: str, how: str, interval: int) -> tuple[list[float], list[torc
 
 @pytest.mark.parametrize("interval", [1, 100])
 @pytest.mark.parametrize("how", ["marked", "untouched loop"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", family(MODELS, "mlp"))
 def test_losses_weights_and_random_states_are_equal_with_and_without_the_tracker(
     name: str, how: str, interval: int
 ) -> None:

@@ -10,6 +10,7 @@ from gradtracer.journal import Journal
 from gradtracer.records import Severity
 from gradtracer.redetection import redetect
 from gradtracer.series import Series
+from tests.families import family
 from tests.training.models import Training, mlp
 
 
@@ -23,7 +24,7 @@ def _train(training: Training, spoil_at: int | None) -> Series:
         return Series.from_journal(journal)
 
 
-@pytest.mark.parametrize("spoil_at", [None, 60])
+@pytest.mark.parametrize("spoil_at", family([None, 60], 60))
 def test_the_same_rules_find_the_same_events_again(spoil_at: int | None) -> None:
     series = _train(mlp(), spoil_at)
     again = redetect(series)

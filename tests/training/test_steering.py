@@ -146,6 +146,7 @@ def test_rollback_restores_the_snapshot_and_its_undo_the_state_before_it(trainin
         assert training.optimizer.param_groups[0]["lr"] == 0.0
 
 
+@pytest.mark.slow
 def test_rollback_without_a_name_takes_the_newest_healthy_snapshot_from_before_the_trouble() -> None:
     training = mlp(lr=0.05)
     with FlowTracker(training.model, training.optimizer) as tracker:
@@ -179,6 +180,7 @@ def test_a_fix_that_makes_the_loss_worse_is_taken_back_by_itself_with_the_weight
         assert training.loss().item() < 2 * max(losses[-20:])
 
 
+@pytest.mark.slow
 def test_a_fix_that_does_no_harm_is_kept_and_says_what_the_loss_did(training: Training) -> None:
     with FlowTracker(training.model, training.optimizer) as tracker:
         train(training, tracker, 100)
@@ -303,6 +305,7 @@ def test_a_fix_that_raises_fails_alone_and_training_goes_on(
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_hanging_step_is_reported_with_its_duration_and_the_place_where_it_hangs(training: Training) -> None:
     import threading
 

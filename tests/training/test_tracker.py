@@ -169,6 +169,7 @@ def test_the_package_names_what_it_lacks() -> None:
         gradtracer.no_such_name  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_full_disk_turns_recording_off_and_training_is_untouched(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from gradtracer import FlowTracker
 from gradtracer.control import Candidate, FixRequest, InterventionReply, Refusal
 from gradtracer.records import Intervention, InterventionState
+from tests.families import family
 from tests.training.models import MODELS, Training, mlp
 from tests.training.steering import ask, train
 
@@ -27,7 +28,7 @@ def _try(training: Training, tracker: FlowTracker, fix: str, *others: Candidate,
     return reply.intervention
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", family(MODELS, "mlp"))
 def test_a_run_goes_on_bit_for_bit_as_if_nothing_had_been_tried(name: str) -> None:
     twin = MODELS[name]()
     plain = twin.run(60)

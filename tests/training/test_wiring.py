@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradtracer import FlowTracker
 from gradtracer.records import CausalHypothesis
+from tests.families import family
 
 torch.set_num_threads(1)
 
@@ -116,6 +117,7 @@ def test_an_output_that_nobody_uses_is_no_alarm() -> None:
     assert _ask(model, _classify(model))[1] == []
 
 
+@pytest.mark.slow
 def test_a_target_network_that_is_written_by_hand_is_no_alarm() -> None:
     torch.manual_seed(0)
     online = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -145,7 +147,7 @@ class Kept(nn.Module):
         return self.last(inner(h))
 
 
-@pytest.mark.parametrize("how", ["list", "dict", "tensor"])
+@pytest.mark.parametrize("how", family(["list", "dict", "tensor"], "list"))
 def test_layers_that_the_model_does_not_know_are_named_by_their_attribute(how: str) -> None:
     torch.manual_seed(0)
     kept = {
@@ -177,6 +179,7 @@ def test_random_layers_frozen_between_trained_ones_are_named() -> None:
     assert (first.code, first.layer) == ("frozen_layers", "2")
 
 
+@pytest.mark.slow
 def test_a_frozen_output_layer_behind_which_the_loss_stalls_is_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 10))
@@ -272,7 +275,10 @@ LOSSES: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor], int, nn
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    family(LOSSES, "softmax into nll", "counts below 0", "softmax over the batch", "soft labels", "pairwise ranking"),
+)
 def test_a_loss_that_does_not_fit_is_named_and_one_that_does_is_not(name: str) -> None:
     code, loss_of, out, last = LOSSES[name]
     found, alarms = _mlp(loss_of, out, last)
@@ -295,7 +301,7 @@ class Tokens(nn.Module):
         return self.out((h[0] if isinstance(h, tuple) else h).mean(1))
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+@pytest.mark.parametrize("kind", family(["recurrent", "attention"], "attention"))
 def test_a_module_that_takes_the_batch_for_time_is_named(kind: str) -> None:
     tokens = torch.randint(0, 12, (400, 7), generator=torch.Generator().manual_seed(5))
 
