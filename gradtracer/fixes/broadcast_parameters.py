@@ -9,6 +9,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import ROOT, all_modules, keep
+from gradtracer.fixes._ranks import num_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -64,7 +65,7 @@ class BroadcastParameters(Fix[BroadcastParametersParameters]):
     def preview(self, run: LiveRun, parameters: BroadcastParametersParameters) -> list[Change]:
         """Source and replicas."""
         if parameters.layer is None:
-            return [Change(target=ROOT, old="as on each rank", new=f"as on rank 0 of {_num_ranks()}")]
+            return [Change(target=ROOT, old="as on each rank", new=f"as on rank 0 of {_several_ranks()}")]
         source, *others = _replicas(run, parameters.layer)
         return [Change(target=name, old="its own weights", new=f"those of {source[0]}") for name, _ in others]
 
@@ -116,7 +117,7 @@ def _over_ranks(run: LiveRun) -> Undo:
     import torch
     from torch import distributed
 
-    num_ranks = _num_ranks()
+    size = _several_ranks()
     tensors = [*run.model.parameters(), *run.model.buffers()]
     put_back = keep(run, tensors)
     held = [p for o in run.optimizers for group in o.param_groups for p in group["params"]]
@@ -137,7 +138,7 @@ def _over_ranks(run: LiveRun) -> Undo:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     distributed.all_reduce(parameter.grad)
-                    parameter.grad.div_(num_ranks)
+                    parameter.grad.div_(size)
 
     end = run.around_update(average)
 
@@ -148,12 +149,10 @@ def _over_ranks(run: LiveRun) -> Undo:
     return undo
 
 
-def _num_ranks() -> int:
-    from torch import distributed
-
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
+def _several_ranks() -> int:
+    if num_ranks() < 2:
         raise BadParameter("this training has one rank; for replicas within one process name the one that drifted")
-    return distributed.get_world_size()
+    return num_ranks()
 
 
 def _replicas(run: LiveRun, name: str) -> list[tuple[str, Any]]:

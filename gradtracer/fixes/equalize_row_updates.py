@@ -22,29 +22,27 @@ class EqualizeRowUpdatesParameters(FixParameters):
 
 @FIXES.register
 class EqualizeRowUpdates(Fix[EqualizeRowUpdatesParameters]):
-    """Multiply small updates of embedding rows, up to the length of the usual one of the step.
+    """Multiply updates of embedding rows whose gradients are small, by how much smaller they are than the usual row's.
 
     What:
-        In each update, of the rows that have a gradient, those that would move less than the median row are moved
-        further along the same way. Rows without a gradient, and longer moves, stay as they are.
+        Rows whose gradients have been smaller than those of the median row are moved further along the same way, as an
+        optimizer with a rate by row does it. Rows without a gradient in a step stay where they are.
 
     Why:
-        Where frequent rows take the gradient, rare ones that appear in a batch hardly move: they need the rate that an
-        optimizer with a rate by row would give them.
+        Where frequent rows take the gradient, rare ones hardly move when they are looked up.
 
     Definition:
-        For the moves d_r of rows with a gradient in one step: ``d_r <- d_r * clamp(median ||d|| / ||d_r||, 1,
-        max_factor)``, after the optimizer step.
+        With ``s_r`` the root mean square of a row's gradients since the fix, over the steps in which it had one:
+        ``d_r <- d_r * clamp(median s / s_r, 1, max_factor)`` for what an optimizer step does to the row.
 
     Safety:
-        Guarded: short moves may be short because the row is where it should be.
+        Guarded: gradients may be small because the row is where it should be.
 
     Undo:
         From the next update on rows are updated as the optimizer does.
 
     References:
-        Duchi, Hazan, Singer 2011, JMLR 12 (rates by coordinate for rare features). You et al. 2020, arXiv:1904.00962
-        (updates of equal length).
+        Duchi, Hazan, Singer 2011, JMLR 12, section 1.1 (rates by coordinate for rare features).
     """
 
     code = "equalize_row_updates"
@@ -65,13 +63,18 @@ class EqualizeRowUpdates(Fix[EqualizeRowUpdatesParameters]):
 
     def apply(self, run: LiveRun, parameters: EqualizeRowUpdatesParameters) -> Undo:
         """Equalise from the next update on."""
+        import torch
+
+        sums: dict[int, tuple[Any, Any]] = {}
 
         def factors(table: Any, rows: Any, gradients: Any, change: Any) -> Any:
-            lengths = change.float().norm(dim=1)
-            moving = lengths[lengths > 0]
-            if not len(moving):
-                return lengths
-            return (moving.median() / lengths.clamp_min(1e-30)).clamp(1.0, parameters.max_factor)
+            squares, counts = sums.get(id(table), (torch.zeros(len(table), device=table.device),) * 2)
+            squares = squares.index_add(0, rows, gradients.float().square().sum(dim=1))
+            counts = counts.index_add(0, rows, torch.ones_like(rows, dtype=counts.dtype))
+            sums[id(table)] = squares, counts
+            sizes = (squares / counts.clamp_min(1)).sqrt()
+            usual = sizes[counts > 0].median()
+            return (usual / sizes[rows].clamp_min(1e-30)).clamp(1.0, parameters.max_factor)
 
         tables = [m.weight for m in choose_tables(run, parameters.layers).values()]
         return scale_row_updates(run, tables, factors)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import choose, forget_moments, keep, seeded
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -130,7 +131,8 @@ def _output(run: LiveRun, module: Any) -> tuple[Any, float]:
     if not rows:
         return None, math.nan
     values = torch.cat(rows)
-    return values.mean(dim=0), float(values.var(dim=0, unbiased=False).mean().sqrt())
+    mean, square = over_ranks(torch.stack([values.mean(dim=0), values.square().mean(dim=0)]), "mean")
+    return mean, float((square - mean.square()).clamp_min(0).mean().sqrt())
 
 
 def _chosen(run: LiveRun, parameters: LayerScaleInitParameters) -> dict[str, Any]:

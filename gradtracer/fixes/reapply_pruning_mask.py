@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import choose, keep
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -73,7 +74,8 @@ class ReapplyPruningMask(Fix[ReapplyPruningMaskParameters]):
 
     def apply(self, run: LiveRun, parameters: ReapplyPruningMaskParameters) -> Undo:
         """Set to zero, and keep there."""
-        masks = [(weight, mask) for _, weight, mask in _masks(run, parameters)]
+        # The main rank may have seen places that the others have not.
+        masks = [(weight, over_ranks(mask, "first")) for _, weight, mask in _masks(run, parameters)]
         put_back = keep(run, (weight for weight, _ in masks))
 
         def hold(optimizer: Any) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import all_of, choose, keep
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -99,8 +100,8 @@ class RecalibrateBatchnorm(Fix[RecalibrateBatchnormParameters]):
         undos.extend(_restore_momentum(m) for m in read)
         with torch.no_grad():
             for module, found in read.items():
-                module.running_mean.copy_(torch.stack([mean for mean, _ in found]).mean(dim=0))
-                module.running_var.copy_(torch.stack([var for _, var in found]).mean(dim=0))
+                module.running_mean.copy_(over_ranks(torch.stack([mean for mean, _ in found]).mean(dim=0), "mean"))
+                module.running_var.copy_(over_ranks(torch.stack([var for _, var in found]).mean(dim=0), "mean"))
                 if parameters.momentum is not None:
                     module.momentum = parameters.momentum
         return all_of(undos)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import all_modules, choose_one, forget_moments_at, keep, seeded
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -50,7 +51,7 @@ class ReviveCodes(Fix[ReviveCodesParameters]):
 
     Definition:
         Use: ``argmin_k ||z - e_k||`` for some vector z. Else ``e_k <- z_i + noise * std(z) * n``, i drawn without
-        repetition, n ~ N(0, 1).
+        repetition while there are enough, n ~ N(0, 1).
 
     Safety:
         Guarded: codes that are kept for rare inputs may be taken away from them.
@@ -99,7 +100,8 @@ class ReviveCodes(Fix[ReviveCodesParameters]):
         def revive(vectors: Any) -> None:
             idle.add_(1)
             idle[_nearest(vectors, table)] = 0
-            unused = (idle >= parameters.patience).nonzero().flatten()[: len(vectors)]
+            idle.copy_(over_ranks(idle, "min"))
+            unused = (idle >= parameters.patience).nonzero().flatten()
             if len(unused):
                 _place(run, table, beside, unused, vectors, parameters.noise, generator)
                 idle[unused] = 0
@@ -147,9 +149,10 @@ def _place(
 ) -> None:
     import torch
 
-    chosen = vectors[torch.randperm(len(vectors), generator=generator)[: len(unused)].to(vectors.device)]
+    order = torch.randperm(len(vectors), generator=generator).repeat(-(-len(unused) // len(vectors)))
+    chosen = vectors[order[: len(unused)].to(vectors.device)]
     drawn = torch.randn(chosen.shape, generator=generator).to(chosen)
-    new = (chosen + noise * vectors.std(dim=0) * drawn).to(table.dtype)
+    new = over_ranks(chosen + noise * vectors.std(dim=0) * drawn, "first").to(table.dtype)
     table[unused] = new
     for kept in beside:
         kept[unused] = new.to(kept.dtype) if kept.dim() == 2 else 1

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import all_modules, choose, forget_moments_at, keep, seeded
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -104,10 +105,13 @@ class ReviveDeadUnits(Fix[ReviveDeadUnitsParameters]):
                 rows = torch.cat(received) if received else torch.zeros(1, 0)
                 if rows.shape[1] != module.weight.shape[0] or not bool(torch.isfinite(rows).all()):
                     continue
-                dead = (rows <= 0).all(dim=0).nonzero().flatten()
+                dead = (over_ranks(rows.amax(dim=0), "max") <= 0).nonzero().flatten()
                 if len(dead):
                     whole = len(dead) == rows.shape[1]
-                    _revive(run, module, rows, dead, parameters.incoming, whole, after[name], generator)
+                    mean, square = over_ranks(torch.stack([rows.mean(dim=0), rows.square().mean(dim=0)]), "mean")
+                    deviation = (square - mean.square()).clamp_min(0).sqrt()
+                    inputs = mean[dead], deviation[dead]
+                    _revive(run, module, inputs, dead, parameters.incoming, whole, after[name], generator)
                     num_revived += len(dead)
         if not num_revived:
             undo()
@@ -118,12 +122,19 @@ class ReviveDeadUnits(Fix[ReviveDeadUnitsParameters]):
 
 
 def _revive(
-    run: LiveRun, module: Any, rows: Any, dead: Any, incoming: str, whole: bool, after: list[Any], generator: Any
+    run: LiveRun,
+    module: Any,
+    inputs: tuple[Any, Any],
+    dead: Any,
+    incoming: str,
+    whole: bool,
+    after: list[Any],
+    generator: Any,
 ) -> None:
     import torch
 
-    mean, deviation = rows.mean(dim=0)[dead], rows.std(dim=0)[dead]
-    varies = deviation > 1e-6 * (1.0 + mean.abs())
+    mean, deviation = inputs
+    varies = deviation > 1e-3 * (1.0 + mean.abs())
     shifted = varies if incoming == "shift" and module.bias is not None else torch.zeros_like(varies)
     kept, drawn = dead[shifted], dead[~shifted]
     if len(kept) and module.bias is not None:

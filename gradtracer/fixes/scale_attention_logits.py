@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from gradtracer.fixes._modules import ROOT, all_modules, choose, forget_moments, keep
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -122,7 +123,8 @@ def _scale_down(run: LiveRun, maker: Any) -> None:
         run.rehearse(_NUM_BATCHES)
     finally:
         handle.remove()
-    deviation = float(torch.cat([x.flatten() for x in outputs]).std()) if outputs else 0.0
+    variance = torch.cat([x.flatten() for x in outputs]).var() if outputs else torch.zeros(())
+    deviation = float(over_ranks(variance, "mean").sqrt())
     if deviation > _LARGE:
         with torch.no_grad():
             for parameter in maker.parameters(recurse=False):

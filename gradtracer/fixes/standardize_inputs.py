@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import ROOT, all_of, choose_one, draw_anew, trained_layers
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -133,6 +134,7 @@ def _observe(run: LiveRun, module: Any, parameters: StandardizeInputsParameters)
     rows = rows[torch.isfinite(rows).all(dim=1)]
     if len(rows) < 2:
         raise BadParameter("fewer than two rows of the captured batches are finite")
-    deviation = rows.std(dim=0)
-    deviation = torch.where(deviation > 1e-12 * rows.abs().amax(dim=0), deviation, torch.ones_like(deviation))
-    return Standardize(rows.mean(dim=0).float(), deviation.float(), parameters.clip, axes[0])
+    mean, square = over_ranks(torch.stack([rows.mean(dim=0), rows.square().mean(dim=0)]), "mean")
+    variance = (square - mean.square()).clamp_min(0) * len(rows) / (len(rows) - 1)
+    deviation = torch.where(variance > 1e-12 * square, variance.sqrt(), torch.ones_like(variance))
+    return Standardize(mean.float(), deviation.float(), parameters.clip, axes[0])

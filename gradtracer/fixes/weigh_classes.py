@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gradtracer.errors import BadParameter
 from gradtracer.fixes._modules import ROOT, all_modules, choose_one, rehearse_if_possible
+from gradtracer.fixes._ranks import over_ranks
 from gradtracer.fixes.base import FIXES, Fix, FixParameters, LiveRun, Undo
 from gradtracer.records import Change, Safety
 
@@ -87,8 +88,8 @@ class WeighClasses(Fix[WeighClassesParameters]):
             if shift or bias is None or weigher.counts is None:
                 return
             num_updates += 1
-            if weigher.counts.min() >= _MIN_ROWS or num_updates == _MAX_WAIT:
-                shift.append((bias, weigher.shift().to(bias)))
+            if over_ranks(weigher.counts, "sum").min() >= _MIN_ROWS or num_updates == _MAX_WAIT:
+                shift.append((bias, over_ranks(weigher.shift(), "mean").to(bias)))
                 bias.detach().add_(shift[0][1])
                 for each in run.optimizers:
                     if bias in each.state:

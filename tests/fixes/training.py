@@ -34,6 +34,8 @@ class Program:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[], float]
+    replay: Callable[[int], Tensor] | None = None
+    """The loss of a batch, for fixes that rehearse."""
 
 
 Make = Callable[[int], Program]
@@ -59,7 +61,7 @@ def program(
         after()
         return value.item()
 
-    return Program(model, optimizer, step)
+    return Program(model, optimizer, step, replay=lambda i: loss())
 
 
 def classification(model: nn.Module, seed: int, *, spread: float = 1.5) -> Callable[[], Tensor]:
@@ -131,7 +133,7 @@ class Live:
 @contextmanager
 def live(made: Program, *, optimizer: bool = True) -> Iterator[Live]:
     """Attach a tracker that nobody reaches from outside; with `optimizer`, it is told of it from the start."""
-    tracker = FlowTracker(made.model, made.optimizer if optimizer else None, serve=False)
+    tracker = FlowTracker(made.model, made.optimizer if optimizer else None, serve=False, replay=made.replay)
     try:
         yield Live(made, tracker._run, tracker)
     finally:
