@@ -124,6 +124,6 @@ class DeadRelu(Cause):
             target = rate_before if rate_before is not None and rate_before < rate else rate
             effect = f"The units are as alive as they were before step {onset}, and the rate keeps them so."
             fixes.append(fix("set_learning_rate", effect, rollback_first=True, learning_rate=rounded(target)))
-        if onset > 0:
             fixes.append(fix("reinitialize_layer", "All layers begin anew."))
+        fixes.append(fix("leaky_slope", "Dead units get a gradient wherever they are.", slope=0.01))
         return tuple(fixes)

@@ -49,7 +49,7 @@ class PruningMaskLost(SeenAsFact):
         """Hold the zeros."""
         layers = joined(dict.fromkeys(f.layer for f in series.audit(*self.findings) if f.layer))
         share = next((m.baseline for m in root.measures if m.name == "zero_share"), None)
-        if layers is None or share is None or not 0 < share < 1:
+        if layers is None or share is None or not 0 < share <= 0.999:
             return ()
         effect = f"{share:.0%} of the weights are zero again, and stay so."
         return (fix("reapply_pruning_mask", effect, layers=layers, share=rounded(share)),)

@@ -130,9 +130,11 @@ def _output(run: LiveRun, module: Any) -> tuple[Any, float]:
         handle.remove()
     if not rows:
         return None, math.nan
-    values = torch.cat(rows)
+    values = torch.cat(rows).double()
     mean, square = over_ranks(torch.stack([values.mean(dim=0), values.square().mean(dim=0)]), "mean")
-    return mean, float((square - mean.square()).clamp_min(0).mean().sqrt())
+    variance = float((square - mean.square()).mean())
+    # Less than that is rounding of a constant.
+    return mean, math.sqrt(variance) if variance > 1e-10 * float(square.mean()) else 0.0
 
 
 def _chosen(run: LiveRun, parameters: LayerScaleInitParameters) -> dict[str, Any]:

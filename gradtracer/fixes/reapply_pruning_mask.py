@@ -22,7 +22,7 @@ class ReapplyPruningMaskParameters(FixParameters):
         description="Pruned layers, with commas; by default those whose pruning the tracker saw.",
     )
     share: float | None = Field(
-        default=None, gt=0, lt=1, description="Share of zeros, for layers of which the places are not known."
+        default=None, gt=0, le=0.999, description="Share of zeros, for layers of which the places are not known."
     )
 
 

@@ -8,11 +8,18 @@ CODE = "dead_relu"
 MODEL = model(("fc1", "Linear"), ("a1", "ReLU", "fc1"), ("fc2", "Linear"), ("a2", "ReLU", "fc2"), ("out", "Linear"))
 
 
-def test_units_that_died_mid_run_are_rolled_back_to_before() -> None:
+def test_units_that_died_mid_run_are_revived_or_gone_on_from_before() -> None:
     run = series(calm(80), event("dead_units", 50, layer="fc2", state="dead"), observations=[MODEL])
     first, *_ = diagnose(run)
     assert (first.code, first.layer, first.onset_step) == (CODE, "fc2", 50)
-    assert fixes(first) == [("rollback", {}), ("set_learning_rate", {"learning_rate": 0.01})]
+    assert fixes(first) == [
+        ("revive_dead_units", {"layers": "fc2"}),
+        ("reinitialize_layer", {"layers": "fc2"}),
+        ("set_learning_rate", {"learning_rate": 0.1}),
+        ("reinitialize_layer", {}),
+        ("leaky_slope", {"slope": 0.01}),
+    ]
+    assert [f.rollback_first for f in first.fixes] == [False, False, True, False, False]
 
 
 def test_a_layer_without_any_gradient_is_further_evidence() -> None:

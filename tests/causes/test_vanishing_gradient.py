@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from gradtracer.diagnosis import diagnose
 from gradtracer.records import LayerInfo, ModelDescription, SourceLocation
-from tests.causes.fabricate import calm, event, series
+from tests.causes.fabricate import calm, event, fixes, series
 from tests.detectors.streams import model
 
 CODE = "vanishing_gradient"
@@ -22,7 +22,9 @@ def test_the_root_is_the_layer_nearest_to_the_input_and_the_others_follow_in_ord
     assert first.affected_layers == ("fc0", "fc1", "fc2")
     assert first.probability > 0.95
     assert any("Sigmoid" in e.statement for e in first.evidence_for)
-    assert first.fixes == ()
+    assert fixes(first) == [
+        ("layer_scale_init", {"centre": True, "orthonormal": orthonormal}) for orthonormal in (True, False)
+    ]
     assert "ReLU" in first.advice
 
 
