@@ -48,6 +48,7 @@ class SetLearningRate(Fix[SetLearningRateParameters]):
     mends = (
         "attention_entropy_collapse",
         "dead_relu",
+        "embedding_collapse",
         "exploding_gradient",
         "gradient_accumulation",
         "learning_rate_too_high",
@@ -55,6 +56,7 @@ class SetLearningRate(Fix[SetLearningRateParameters]):
         "loss_scale",
         "scheduler_misuse",
         "warmup_missing",
+        "zombie_embeddings",
     )
     Parameters = SetLearningRateParameters
 
