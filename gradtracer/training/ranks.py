@@ -91,6 +91,9 @@ class Ranks:
         """Being carried out."""
         self._seen = 0
         self._tries = 0
+        self._all_answered = False
+        self._overdue_at = 0.0
+        """When a rank that has not answered is asked again, although the plan's step is still to come."""
         self._known_silent: set[int] = set()
         """Ranks that had not answered when last asked: they are asked once, until they do."""
         self._num_exchanges = 0
@@ -165,12 +168,16 @@ class Ranks:
             margin_s = _MARGIN_S * 4**self._tries
             # Another rank may be one step ahead.
             plan = self._publish(step if at_once else step + max(2, math.ceil(margin_s / max(step_s, 1e-4))), body)
-        if step < plan.step:
+            self._overdue_at = time.monotonic() + margin_s
+        if step < plan.step and (self._all_answered or time.monotonic() < self._overdue_at):
             return False
         acks = {r: f"ack/{plan.number}/{r}" for r in self._others}
         if at_once:
             self._await(plan, acks, _WAIT_S)
         missing = [r for r, key in acks.items() if not self._store.check([key])]
+        if step < plan.step and not missing:
+            self._all_answered = True
+            return False
         if missing or step > plan.step:
             self._settle(plan, "cancel")
             self._tries += 1
@@ -197,6 +204,7 @@ class Ranks:
     def _publish(self, step: int, body: str) -> _Plan:
         self._seen += 1
         plan = _Plan(self._seen, step, body)
+        self._all_answered = False
         self._used.append([f"failed/{plan.number}"])
         for r in range(self.size):
             self._used[-1] += [f"{key}/{plan.number}/{r}" for key in ("ack", "late", "ready", "done")]

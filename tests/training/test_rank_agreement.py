@@ -125,6 +125,18 @@ def test_ranks_without_a_tracker_are_named_and_asked_only_once_more_later() -> N
     second.close()
 
 
+def test_a_step_that_never_comes_does_not_keep_a_refusal_waiting() -> None:
+    store = dist.HashStore()
+    main = Ranks(store, 0, 2)
+
+    def ask_at_one_step() -> bool:
+        return main.agree(0, "do it", 1e-9)  # so short a step that the plan's is thousands of steps away
+
+    with pytest.raises(RunRefused, match="rank 1 has no tracker"):
+        wait_until(ask_at_one_step)
+    main.close()
+
+
 def test_no_rank_touches_the_store_between_plans() -> None:
     class Counting:
         def __init__(self) -> None:
