@@ -1,9 +1,10 @@
 """How a repair is scored: a faulty run against its healthy twin, a healthy run against itself without a tracker.
 
 The gap that a repair has to close is that between the faulty and the healthy metric. Where the faulty run ended with
-numbers that are not finite, it begins at the untrained model, and where that cannot be measured, it is as large as the
-healthy metric itself. A run that diverged can have any metric, so that closing most of such a gap would mean nothing:
-one that ends far below the untrained model counts as if it were not finite.
+numbers that are not finite, it begins at the untrained model, and where that cannot be measured or is itself far off
+(ten times the healthy metric away), the gap is as large as the healthy metric. A run that diverged can have any
+metric, so that closing most of such a gap would mean nothing: one that ends far below the untrained model counts as if
+it were not finite.
 """
 
 from __future__ import annotations
@@ -75,10 +76,12 @@ def _floor(faulty: Outcome, twin: Outcome) -> float | None:
     """Where the gap begins; at or above the twin's metric where the fault costs nothing."""
     if twin.metric is None or (faulty.metric is not None and faulty.metric >= twin.metric):
         return faulty.metric
-    start = faulty.untrained if faulty.untrained is not None and faulty.untrained < twin.metric else None
+    start = twin.metric - abs(twin.metric)
+    if faulty.untrained is not None and abs(twin.metric - faulty.untrained) <= DIVERGED * abs(twin.metric):
+        start = min(faulty.untrained, twin.metric)
     if faulty.metric is None:
-        return twin.metric - abs(twin.metric) if start is None else start
-    if start is None or (faulty.ends_finite and faulty.metric >= start - DIVERGED * (twin.metric - start)):
+        return start
+    if faulty.ends_finite and faulty.metric >= start - DIVERGED * (twin.metric - start):
         return faulty.metric
     return max(faulty.metric, start)
 

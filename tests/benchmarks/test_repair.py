@@ -123,6 +123,7 @@ def test_where_the_faulty_run_diverged_the_gap_begins_at_the_untrained_model() -
         assert _scored(faulty, _ended(0.7), twin) == (pytest.approx(0.875), True)
         assert _scored(faulty, _ended(-100.0), twin)[1] is False
     assert _scored(_ended(None), _ended(0.7), twin) == (pytest.approx(0.875), True)
+    assert _scored(_ended(None, untrained=-1e8), _ended(-1e3), twin)[1] is False
     assert _scored(_ended(0.1, untrained=0.7), _ended(0.7), twin) == (pytest.approx(6 / 7), True)
 
 
