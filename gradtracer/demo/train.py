@@ -20,7 +20,7 @@ from torch import nn
 
 from gradtracer import FlowTracker
 
-NUM_STEPS = 1000
+NUM_STEPS = 800
 MILESTONE = 300
 BATCH_SIZE = 64
 NUM_TRAIN = 1400
