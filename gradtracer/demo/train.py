@@ -20,8 +20,8 @@ from torch import nn
 
 from gradtracer import FlowTracker
 
-NUM_STEPS = 1200
-MILESTONE = 400
+NUM_STEPS = 800
+MILESTONE = 300
 BATCH_SIZE = 64
 NUM_TRAIN = 1400
 # Digits train faster than a person can follow: no step is done in less.

@@ -169,6 +169,7 @@ def test_the_summary_counts_what_can_be_repaired_and_what_was_harmed() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_weights_and_the_same_seed_the_same_bits(tmp_path: Path) -> None:
     chosen = _corpus(tmp_path, shapes=SHAPES)
     first, again, other = (train(Task(chosen, "shapes/twin", None, offset)) for offset in (0, 0, 1))

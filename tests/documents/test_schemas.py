@@ -46,7 +46,7 @@ def test_a_schema_says_what_it_is(kind: str) -> None:
     assert schema["additionalProperties"] is False
 
 
-@pytest.mark.parametrize("kind", family(sorted(KINDS), "intervention", "layer_stats_answer", "run_list"))
+@pytest.mark.parametrize("kind", family(sorted(KINDS), "layer_stats_answer", "run_list"))
 @given(data=st.data())
 @QUICK
 def test_every_document_that_we_write_is_valid_by_its_published_schema(kind: str, data: st.DataObject) -> None:
@@ -125,6 +125,7 @@ def test_stale_missing_and_foreign_files_are_found_and_mended(tmp_path: Path) ->
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == expected
 
 
+@pytest.mark.slow
 def test_check_names_stale_files_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert schemas.main(["--directory", str(tmp_path)]) == 0
     assert schemas.main(["--directory", str(tmp_path), "--check"]) == 0

@@ -58,7 +58,7 @@ def intervention(*changes: tuple[ParameterScalar, ParameterScalar], reason: str 
     )
 
 
-@pytest.mark.parametrize("kind", family(sorted(kinds()), "intervention", "layer_stats_answer", "run_list"))
+@pytest.mark.parametrize("kind", family(sorted(kinds()), "layer_stats_answer", "run_list"))
 @given(data=st.data())
 @QUICK
 def test_json_and_xml_and_back_are_exact(kind: str, data: st.DataObject) -> None:

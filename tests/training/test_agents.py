@@ -213,6 +213,7 @@ def test_what_waits_when_the_run_ends_is_refused(training: Training) -> None:
     assert "the training ended" in newest(tracker, "i1").outcome
 
 
+@pytest.mark.slow
 def test_what_waits_when_the_tracker_breaks_is_refused_and_so_is_what_comes_after(
     training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,6 +361,7 @@ def test_two_workspaces_see_what_they_read(training: Training) -> None:
 # The policy
 
 
+@pytest.mark.slow
 def test_a_policy_takes_effect_at_the_boundary_and_says_what_it_changed(training: Training) -> None:
     wanted = AutofixPolicy(mode=PolicyMode.GUARDED, cooldown_steps=7)
     with FlowTracker(training.model, training.optimizer) as tracker:

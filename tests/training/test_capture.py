@@ -139,6 +139,7 @@ def test_activation_statistics_match_a_float64_twin() -> None:
     assert [layer.fed_by for layer in model.layers] == [None, "0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_unit_counts_as_dead_after_256_rows_without_output_and_lives_again_at_once() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     with torch.no_grad():
@@ -353,6 +354,7 @@ def test_numbers_that_wait_on_a_device_come_out_the_same_as_those_read_at_once()
         assert _without_costs(a) == pytest.approx(_without_costs(b), nan_ok=True)
 
 
+@pytest.mark.slow
 def test_steps_that_a_grad_scaler_skips_are_counted_where_the_user_marks_steps() -> None:
     training: Training = mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)

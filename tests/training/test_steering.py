@@ -239,6 +239,7 @@ def _interventions(tracker: FlowTracker) -> dict[str, Intervention]:
         return {i.id: i for i in journal.interventions()}
 
 
+@pytest.mark.slow
 def test_stop_raises_a_system_exit_of_code_0_where_there_is_no_block(training: Training) -> None:
     tracker = FlowTracker(training.model, training.optimizer)
     with pytest.raises(TrainingStopped) as stopped:
@@ -251,14 +252,16 @@ def test_stop_raises_a_system_exit_of_code_0_where_there_is_no_block(training: T
     ("code", "parameters", "says"),
     [
         ("no_such_fix", {}, "list_fixes"),
-        ("set_learning_rate", {}, "required"),
-        ("set_learning_rate", {"learning_rate": -1.0}, "greater than 0"),
-        ("set_learning_rate", {"learning_rate": 1001.0}, "less than or equal to 1000"),
-        ("set_learning_rate", {"learning_rate": "fast"}, "valid number"),
+        pytest.param("set_learning_rate", {}, "required", marks=pytest.mark.slow),
+        pytest.param("set_learning_rate", {"learning_rate": -1.0}, "greater than 0", marks=pytest.mark.slow),
+        pytest.param(
+            "set_learning_rate", {"learning_rate": 1001.0}, "less than or equal to 1000", marks=pytest.mark.slow
+        ),
+        pytest.param("set_learning_rate", {"learning_rate": "fast"}, "valid number", marks=pytest.mark.slow),
         ("set_learning_rate", {"learning_rate": 0.1, "group": 3}, "group 3 does not exist"),
-        ("set_learning_rate", {"learning_rate": 0.1, "speed": 1}, "speed"),
+        pytest.param("set_learning_rate", {"learning_rate": 0.1, "speed": 1}, "speed", marks=pytest.mark.slow),
         ("rollback", {"snapshot": "step-99"}, "no snapshot 'step-99'"),
-        ("clip_grad_norm", {"max_norm": 0}, "greater than 0"),
+        pytest.param("clip_grad_norm", {"max_norm": 0}, "greater than 0", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_reason(
@@ -271,6 +274,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
         assert len(before) == 6
 
 
+@pytest.mark.slow
 def test_a_fix_with_no_update_seen_yet_and_a_second_revert_are_refused(training: Training) -> None:
     with FlowTracker(training.model) as tracker:
         client = ControlClient(read_manifest(tracker.directory))

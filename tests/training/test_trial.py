@@ -147,6 +147,7 @@ def test_a_trial_that_would_hold_the_training_too_long_is_refused_with_numbers(m
     assert "Ask for at most 1 steps" in reply.message
 
 
+@pytest.mark.slow
 def test_a_trial_too_large_for_memory_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import psutil
 
