@@ -274,8 +274,8 @@ def _optimizer_line(kind: str, places: Sequence[Place], files: Sequence[str]) ->
 
 
 def _namespace(module: object) -> dict[str, Any]:
-    # Not by attribute: a lazy module would load itself.
-    return object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else {}
+    # Not by attribute: a lazy module would load itself, and other things may pass for modules.
+    return object.__getattribute__(module, "__dict__") if issubclass(type(module), types.ModuleType) else {}
 
 
 def _value(expression: ast.expr, file: SourceFile) -> Any:
