@@ -53,6 +53,7 @@ class AddMissingParameters(Fix[AddMissingParametersParameters]):
     code = "add_missing_parameters"
     title = "Add missing parameters to the optimizer"
     safety = Safety.GUARDED
+    shows_in_loss = False
     standing = True
     mends = ("missing_optimizer_params", "unregistered_module")
     Parameters = AddMissingParametersParameters

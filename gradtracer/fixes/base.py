@@ -137,6 +137,10 @@ class LiveRun(Protocol):
         """Saved states, oldest first."""
         ...
 
+    def snapshot_before_trouble(self) -> SnapshotInfo | None:
+        """The newest snapshot from before the first open problem, of a state that was still well; None without one."""
+        ...
+
     def take_snapshot(self) -> SnapshotInfo | None:
         """Save the state as it is now; None where it holds a non-finite number."""
         ...

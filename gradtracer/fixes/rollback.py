@@ -73,9 +73,8 @@ def _choose(run: LiveRun, parameters: RollbackParameters) -> SnapshotInfo:
             names = ", ".join(s.name for s in snapshots) or "none yet"
             raise BadParameter(f"no snapshot {parameters.snapshot!r}; there are: {names}")
         return found
-    trouble = run.first_open_problem_step()
-    healthy = [s for s in snapshots if s.healthy and (trouble is None or s.step < trouble)]
-    if not healthy:
+    before = run.snapshot_before_trouble()
+    if before is None:
         names = ", ".join(s.name for s in snapshots) or "none"
         raise BadParameter(f"no snapshot was taken before the trouble began; name one to use it all the same: {names}")
-    return healthy[-1]
+    return before

@@ -49,6 +49,7 @@ class Unfreeze(Fix[UnfreezeParameters]):
     code = "unfreeze"
     title = "Unfreeze layers"
     safety = Safety.GUARDED
+    shows_in_loss = False
     standing = True
     mends = ("frozen_layers",)
     Parameters = UnfreezeParameters

@@ -7,6 +7,7 @@ reasons, watched, and taken back the same way.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -250,10 +251,10 @@ class Autofix:
         verdicts = {_key_of(b): b for b in tried.trial.branches[1:]}
         found = [(o, verdicts[o.key]) for o in self._options if o.key in verdicts]
         for cause in dict.fromkeys(o.cause for o, _ in found):
-            better = [(b.difference if b.difference is not None else -float("inf"), i, o)
+            better = [(b.difference if b.difference is not None else -math.inf, b.final_loss or 0.0, i, o)
                       for i, (o, b) in enumerate(found) if o.cause == cause and b.verdict == "better"]  # fmt: skip
             if better:
-                self._apply(min(better)[2])
+                self._apply(min(better)[-1])
                 return
         harmless = [
             o

@@ -26,6 +26,9 @@ from gradtracer.training.trial import Plan, Trial
 
 T = TypeVar("T")
 
+_NEAR_LOWEST = 0.5
+"""A loss half again as high as the lowest is the noise of small batches; a divergence that has begun is beyond."""
+_LOSSES_NEAR = 5
 _FIRST_STEPS = 10
 """A rule needs some steps to tell that something is wrong with a run's start."""
 
@@ -222,13 +225,22 @@ class TrainingRun:
     def snapshot_before_trouble(self) -> SnapshotInfo | None:
         """The newest healthy snapshot from before the first open problem; None where there is none.
 
-        Of a run that is in trouble within its first steps it is the start: the first symptoms come after the damage.
+        A problem is told some steps after it began. So of a run that is in trouble within its first steps it is the
+        start, and otherwise one whose loss was still near the lowest until then; the oldest where there is none.
         """
         trouble = self.first_open_problem_step()
         if trouble is not None and trouble < _FIRST_STEPS:
             trouble = 0
         healthy = [s for s in self.snapshots() if s.healthy and (trouble is None or s.step < trouble)]
-        return healthy[-1] if healthy else None
+        if trouble is None or not healthy or self._ranks is not None:  # losses differ between ranks
+            return healthy[-1] if healthy else None
+        losses = [(s, x) for s, x in self._capture.recent_losses if s < trouble]
+        near = {info.step: _loss_near(losses, info.step) for info in healthy}
+        known = [x for x in near.values() if x is not None]
+        lowest = min(known, default=0.0)
+        bound = lowest + _NEAR_LOWEST * abs(lowest)
+        good = [s for s in healthy if (x := near[s.step]) is None or x <= bound]
+        return good[-1] if good else healthy[0]
 
     def rollback_target(self) -> SnapshotInfo:
         """`snapshot_before_trouble`, for what cannot do without.
@@ -355,3 +367,9 @@ def _began(event: SemanticEvent) -> int:
     """When the trouble began: an event may be told only after it has gone on for some time, and says since when."""
     since = next((m.value for m in event.evidence if m.name == "first_step"), None)
     return event.step if since is None else min(event.step, int(since))
+
+
+def _loss_near(losses: Sequence[tuple[int, float]], step: int) -> float | None:
+    """Median of the last losses up to a step; None where none is remembered."""
+    until = [x for s, x in losses if s <= step][-_LOSSES_NEAR:]
+    return sorted(until)[len(until) // 2] if until else None
