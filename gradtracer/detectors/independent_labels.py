@@ -100,7 +100,7 @@ class IndependentLabels(Detector):
         if not at_outputs < bound or at_inputs >= bound or best >= self.BEST:
             return []
         now, guess = median(r["label_loss"] for r in recent), blind(recent[-1])
-        if not (guess > 0 and now >= self.BLIND * guess) or recent[-1]["label_weight_spread"] > bound:
+        if not (guess > 0 and self.BLIND * guess <= now < math.inf) or recent[-1]["label_weight_spread"] > bound:
             return []
         if median(self._moves.get(r.step, 0.0) for r in recent) < self.MOVES:
             return []

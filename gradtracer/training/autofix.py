@@ -81,7 +81,7 @@ class Autofix:
         diagnose: What the run shows now, hypotheses most probable first.
         events: All events so far.
         is_watched: Whether the watch of an intervention is still going on.
-        is_damaged: Whether a weight is not finite.
+        is_damaged: Whether a weight is not finite, or the loss no longer is.
         can_roll_back: Whether there is a snapshot from before the trouble.
     """
 
@@ -232,7 +232,8 @@ class Autofix:
             return
         elif done.state is InterventionState.APPLIED:
             option = self._options[0]
-            self._tried.add(option.key)
+            fix, _, values = option.key
+            self._tried |= {(fix, False, values), (fix, True, values)}  # in force now: not once more from a snapshot
             self._num_applied[done.fix] += 1
             self._applied_at.append(step)
             self._watched = done.id

@@ -60,7 +60,7 @@ from gradtracer.training.watch import Watch
 
 log = logging.getLogger("gradtracer")
 
-_LOSSES_BEFORE = 50
+_LOSSES_BEFORE, _DIVERGED_STEPS = 50, 3
 _REPORT_STEPS = 10
 """What fixes in force tell of themselves is put on record every so many steps."""
 _MAX_BATCHES = 32
@@ -155,7 +155,7 @@ class Controller:
             diagnose,
             lambda: recorder.events,
             lambda intervention_id: (a := self._active.get(intervention_id)) is not None and a.watch is not None,
-            lambda: not run.is_finite,
+            lambda: not run.is_finite or self._has_diverged(),
             lambda: run.snapshot_before_trouble() is not None,
         )
         self._wake = threading.Condition()
@@ -688,6 +688,11 @@ class Controller:
         self._put(_ended(watched, InterventionState.REVERTED, step, f"taken back by itself: {verdict}"))
         self._note_change(f"{watched.id} {watched.fix} was taken back by itself at step {step}", "watch")
         return ""
+
+    def _has_diverged(self) -> bool:
+        """Whether none of the last losses was finite; a single one may be a bad batch."""
+        last = [x for _, x in list(self._capture.recent_losses)[-_DIVERGED_STEPS:]]
+        return len(last) == _DIVERGED_STEPS and all(x == float("inf") for x in last)
 
     def _recent_losses(self, until_step: int) -> list[float]:
         recent = [x for s, x in self._capture.recent_losses if s <= until_step and x < float("inf")]
