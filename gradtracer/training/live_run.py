@@ -189,11 +189,6 @@ class TrainingRun:
             BadParameter: If no step can be run again.
             RunRefused: If it would not fit.
         """
-        if self.is_sharded:
-            raise RunRefused(
-                "a trial needs whole parameters, and those of this model are sharded over the ranks (fully_shard); "
-                "mode=apply saves a snapshot and watches"
-            )
         if not self.replays and not any(tape.has_update for tape in self.collector.tapes) and self.collector.tapes:
             raise BadParameter(
                 "in none of the recorded steps did an optimizer step (a gradient scaler skips those whose gradient is "

@@ -199,29 +199,24 @@ def _tried(rank: int, folder: Path, wrap: str) -> Any:
         return reply, training.losses, training.weights()
 
 
-def _untried(rank: int, folder: Path, steps: int) -> Any:
-    training = Distributed(rank, "ddp")
+def _untried(rank: int, folder: Path, steps: int, wrap: str) -> Any:
+    training = Distributed(rank, wrap)
     training.train(steps)
     return training.losses, training.weights()
 
 
-def test_a_trial_runs_on_all_ranks_and_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_trial_runs_on_all_ranks_and_leaves_no_trace(tmp_path: Path, wrap: str) -> None:
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
-    first, second = launch(_tried, tmp_path / "with", "ddp")
+    first, second = launch(_tried, tmp_path / "with", wrap)
     trial = done(first[0]).trial
     assert trial is not None
     assert [len(b.losses) for b in trial.branches] == [8, 8]
-    plain = launch(_untried, tmp_path / "without", len(first[1]))
+    plain = launch(_untried, tmp_path / "without", len(first[1]), wrap)
     for tried, (losses, weights) in zip((first, second), plain, strict=True):
         assert tried[1] == losses
         assert same(tried[2], weights)
-
-
-def test_a_trial_on_sharded_parameters_is_refused(tmp_path: Path) -> None:
-    first, second = launch(_tried, tmp_path, "fsdp")
-    assert "sharded" in refusal(first[0])
-    assert same(first[2], second[2])
 
 
 def _failing_on_one(rank: int, folder: Path, wrap: str) -> Any:
