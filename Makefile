@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow or not slow'
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest

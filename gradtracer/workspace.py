@@ -38,7 +38,7 @@ from gradtracer.errors import (
     UnknownIntervention,
     Untrusted,
 )
-from gradtracer.fixes import FIXES
+from gradtracer.fixes import FIXES, get_fix
 from gradtracer.home import home_directory, list_run_directories
 from gradtracer.journal import Journal
 from gradtracer.recorded import (
@@ -375,22 +375,24 @@ class Workspace:
             next_steps=_after_diagnosis(run, hypotheses),
         )
 
-    def list_fixes(self, run_id: str | None = None, cause: str | None = None) -> FixList:
-        """Fixes with their parameters and bounds.
+    def list_fixes(self, run_id: str | None = None, cause: str | None = None, fix: str | None = None) -> FixList:
+        """Fixes with their parameters and bounds; those that fit a run first, where one is named.
 
         Args:
             run_id: Where a run is named, also what its diagnosis suggests; without it no run is needed.
             cause: Only fixes that mend this cause.
+            fix: Only this one.
 
         Raises:
             BadParameter: If no cause has this code.
+            UnknownFix: If no fix has this code.
         """
-        fixes = [cls.info() for cls in FIXES]
+        fixes = [cls.info() for cls in FIXES] if fix is None else [get_fix(fix).info()]
         if cause is not None:
             known = sorted({*CAUSES.codes, *(code for fix in fixes for code in fix.mends)})
             if cause not in known:
                 raise BadParameter(unknown("cause", cause, known, "explain_failure shows the causes that fit a run"))
-            fixes = [fix for fix in fixes if cause in fix.mends]
+            fixes = [f for f in fixes if cause in f.mends]
         hypotheses = self.explain_failure(run_id).hypotheses if run_id is not None else ()
         suggestions = [
             RankedSuggestion(cause=h.code, probability=h.probability, suggestion=suggestion)
@@ -398,6 +400,9 @@ class Workspace:
             if h.probability >= _MIN_SUGGESTED_PROBABILITY and cause in (None, h.code)
             for suggestion in h.fixes
         ]
+        suggested = {s.suggestion.fix for s in suggestions}
+        causes = {s.cause for s in suggestions}
+        fixes.sort(key=lambda f: (f.code not in suggested, causes.isdisjoint(f.mends)))
         return FixList(
             run_id=run_id,
             cause=cause,

@@ -175,14 +175,30 @@ def list_fixes(
         str | None,
         Field(max_length=128, description="Only fixes that mend this cause.", examples=["learning_rate_too_high"]),
     ] = None,
+    fix: Annotated[str | None, Field(max_length=128, description="Only this fix.", examples=["clip_grad_norm"])] = None,
 ) -> FixList:
     """List the fixes that apply_autofix knows: what they do, safety, parameters with bounds, causes that they mend.
+
+    With run_id those that fit the run come first, with parameters; the others by name alone. cause or fix tell all of
+    some.
 
     safe cannot hurt a healthy run; guarded is watched and needs judgement; manual is for display only. A standing
     fix stays in force until revert_intervention; with one that changes_function the saved model needs it too.
     Next: apply_autofix with mode=dry_run, then mode=trial, which proves a fix, or ranks several, on a fork.
     """
-    return workspace.list_fixes(run_id, cause)
+    answer = workspace.list_fixes(run_id, cause, fix)
+    if cause is not None or fix is not None:
+        return answer
+    causes = {s.cause for s in answer.suggestions}
+    suggested = {s.suggestion.fix for s in answer.suggestions}
+    listed = tuple(
+        f
+        if f.code in suggested or not causes.isdisjoint(f.mends)
+        else f.model_copy(update={"description": "", "parameters": ()})
+        for f in answer.fixes
+    )
+    note = "What the others do, and their parameters: list_fixes with fix= or cause=."
+    return answer.model_copy(update={"fixes": listed, "left_out": (*answer.left_out, note)})
 
 
 def get_intervention(workspace: Workspace, intervention_id: InterventionId, run_id: RunId = None) -> Intervention:

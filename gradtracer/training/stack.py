@@ -8,13 +8,12 @@ import sysconfig
 import traceback
 from typing import NamedTuple
 
-import torch
-
 from gradtracer.records import SourceLocation
 from gradtracer.records.base import TEXT_LENGTH
 
 _NUM_FRAMES = 40
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Where torch is imported: without it nothing here meets a frame of its.
+_TORCH = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "<torch>/") + os.sep
 _NOT_THE_USERS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     _TORCH,

@@ -180,6 +180,8 @@ class TapeRecorder(TorchFunctionMode):
         self._recording = False
         for handle in self._handles:
             handle.remove()
+            # torch forgets the hook, but not that it took keyword arguments.
+            getattr(nn.modules.module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         self._handles = []
         if self._entered and torch.overrides._get_current_function_mode() is self:
             self.__exit__(None, None, None)

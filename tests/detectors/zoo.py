@@ -509,7 +509,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(rate_too_high, "learning_rate_too_high", None, 0, "set_learning_rate"),
     Fault(rate_jumps, "learning_rate_too_high", None, 60, "set_learning_rate"),
     Fault(rate_too_low, "learning_rate_too_low", None, 0, "set_learning_rate"),
-    Fault(bias_kills_rectifiers, "dead_relu", "2", 60, "rollback"),
+    Fault(bias_kills_rectifiers, "dead_relu", "2", 60, "revive_dead_units"),
     Fault(nan_in_batch, "nan_in_data", "0", 40, "skip_nonfinite_step"),
     Fault(head_not_in_optimizer, "missing_optimizer_params", "head", 0, None),
     Fault(recurrent_explodes, "exploding_gradient", "cell", 0, "clip_grad_norm"),
